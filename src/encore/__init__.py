@@ -1,0 +1,28 @@
+"""Encore: a training-memory compiler for PyTorch. ENcode, COmpute again, REtrieve.
+
+>>> model = encore.compile(model, budget="2GiB")   # the fastest training step that fits
+"""
+
+from encore.api import compile, estimate, report
+from encore.cost import Measurement, measure
+from encore.errors import BudgetError, EncoreError, NeverRunError, OptionError, VerificationError
+from encore.report.report import Estimate, Report
+from encore.verification import Verification, verify
+
+__version__ = "0.1.0"
+__all__ = [
+    "BudgetError",
+    "EncoreError",
+    "Estimate",
+    "Measurement",
+    "NeverRunError",
+    "OptionError",
+    "Report",
+    "Verification",
+    "VerificationError",
+    "compile",
+    "estimate",
+    "measure",
+    "report",
+    "verify",
+]

@@ -1,0 +1,119 @@
+"""The verbs of Encore: compile, estimate, report, verify."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+from torch import nn
+
+from encore.capture import Session, sessions
+from encore.capture.compiled import CompiledCall
+from encore.capture.twin import fake_twin, run_forward_without_memory
+from encore.errors import NeverRunError, OptionError
+from encore.options import make_options
+from encore.report.report import Estimate, Report
+
+Model = TypeVar("Model", bound=Callable[..., Any])
+
+_sessions_of_modules: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+
+
+@overload
+def compile(model: Model, **options: Any) -> Model: ...
+@overload
+def compile(model: None = None, **options: Any) -> Callable[[Model], Model]: ...
+def compile(model: Model | None = None, **options: Any) -> Any:
+    """Plan the training step of a module or function; the plan is made at its first call with gradients enabled.
+
+    A module is compiled in place and returned: its identity, parameters, `state_dict`, hooks and source stay as they
+    are. A function gives a new function. Without a model, a decorator is returned.
+
+    Options: `budget` (bytes, "2GiB", "60%", "min") bounds resident + step_peak and takes the fastest plan that fits;
+    `overhead` (default 0.05) takes the smallest peak within that extra time; `optimizer` or `resident` count bytes
+    that live beside the step; `lowering`, `recompile_limit`: see `encore.options.Options`.
+    """
+    checked = make_options(options)
+    if model is None:
+        return lambda later: compile(later, **options)
+    if not callable(model):
+        raise OptionError(f"encore.compile takes a module or a function, not {type(model).__name__}")
+    if not isinstance(model, nn.Module):
+        return CompiledCall(model, Session(getattr(model, "__qualname__", repr(model)), checked))
+    _require_trainable(model)
+    session = Session(type(model).__name__, checked)
+    _sessions_of_modules[model] = session
+    model._compiled_call_impl = CompiledCall(model._call_impl, session)
+    return model
+
+
+def _require_trainable(model: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise OptionError(
+            f"{type(model).__name__} has no trainable parameter, so there is no training step to plan; "
+            "unfreeze one, or, if its inputs need gradients, compile a function that calls it"
+        )
+
+
+def report(model: Callable[..., Any]) -> Report:
+    """What Encore did to a compiled model, after its first step."""
+    found = _find_sessions(model)
+    graphs = [graph for session in found for graph in session.last_step]
+    if not graphs:
+        raise NeverRunError(
+            f"{_name(model)} has not run a training step yet; run one, or ask "
+            "encore.estimate(model, *args) for a prediction that runs nothing"
+        )
+    return Report.of(found[0].name, graphs, found[0].options, [plain for session in found for plain in session.plain])
+
+
+def _find_sessions(model: Any) -> list[Session]:
+    if isinstance(model, CompiledCall):
+        return [model.session]
+    if isinstance(model, nn.Module) and model in _sessions_of_modules:
+        return [_sessions_of_modules[model]]
+    parameters = {id(parameter) for parameter in model.parameters()} if isinstance(model, nn.Module) else set()
+    owners = [session for session in sessions if session.owns_any(parameters)]
+    if not owners and not _is_torch_compiled(model):
+        raise NeverRunError(
+            f"{_name(model)} was not compiled by Encore; call encore.compile(model) first, "
+            "or encore.estimate(model, *args)"
+        )
+    return sorted(owners, key=lambda session: session.born)
+
+
+def _is_torch_compiled(model: Any) -> bool:
+    return hasattr(model, "_orig_mod") or hasattr(model, "_torchdynamo_orig_callable")
+
+
+def _name(model: Any) -> str:
+    return type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__qualname__", repr(model))
+
+
+def estimate(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Estimate:
+    """What a training step of the model would take. Nothing runs and nothing is allocated.
+
+    Model and arguments may be real, on the meta device, or larger than this machine: shapes are all that is looked at.
+    """
+    plain = model.plain if isinstance(model, CompiledCall) else model
+    session = Session(_name(plain), make_options({}), run=False)
+    twin, fake_args, fake_kwargs, mode = fake_twin(plain, args, kwargs)
+    run_forward_without_memory(twin, session, fake_args, fake_kwargs, mode)
+    if not session.graphs:
+        raise OptionError(
+            f"a call of {_name(plain)} with these arguments leads to no gradient; "
+            "estimate wants a training step: a trainable parameter, or an input with requires_grad=True"
+        )
+    graphs = session.last_step
+    return Estimate(Report.of(session.name, graphs, session.options, session.plain), tuple(graphs), session.options)
+
+
+def compiled_call(model: Callable[..., Any]) -> CompiledCall:
+    """The stand-in of a compiled module or function."""
+    if isinstance(model, CompiledCall):
+        return model
+    call = getattr(model, "_compiled_call_impl", None)
+    if isinstance(call, CompiledCall):
+        return call
+    raise OptionError(f"{_name(model)} was not compiled by encore.compile; compile it first")

@@ -1,0 +1,145 @@
+"""What Dynamo calls with each graph it finds: trace the joint graph, plan it, hand back callables that run the plan.
+
+Passes, in order, each named and timed: capture (AOTAutograd's trace), facts, verify, plan, lower. One INFO line a
+graph on the logger `encore`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from encore.capture import torch_private
+from encore.capture.session import CapturedGraph, PlainGraph, Session
+from encore.graph import UnsupportedGraph, build_graph, verify_graph
+from encore.lower import Lowered, lower
+from encore.options import make_options
+from encore.plan import choose, keep_everything
+from encore.report.format import bytes_text
+
+log = logging.getLogger("encore")
+
+
+def encore_backend(
+    module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **unknown: Any
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="encore", options={"budget": "2GiB"})`."""
+    return GraphCompiler(Session("torch.compile", make_options({**(options or {}), **unknown})))(module, inputs)
+
+
+class GraphCompiler:
+    """A Dynamo backend that files what it compiles under one session."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.__name__ = "encore"
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.session.remember_tensors(inputs)
+        torch_private.pin_sizes(module)
+        return _GraphCompilation(self.session, module, inputs).compile()
+
+
+class _GraphCompilation:
+    """One graph on its way from Dynamo to callables."""
+
+    def __init__(self, session: Session, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self.session = session
+        self.module = module
+        self.inputs = inputs
+        self.name = f"graph {len(session.graphs) + len(session.plain)}"
+        self.captured: CapturedGraph | None = None
+        self.lowered: Lowered | None = None
+        self.seconds: dict[str, float] = {}
+        self.started = time.perf_counter()
+
+    def compile(self) -> Callable[..., Any]:
+        return torch_private.trace_joint(
+            self.module,
+            self.inputs,
+            partition=self.partition,
+            forward=self.forward_callable,
+            backward=self.backward_callable,
+        )
+
+    def partition(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Plan the joint graph; AOTAutograd gets a shell with the right inputs and outputs."""
+        self._lap("capture")
+        try:
+            graph = build_graph(
+                joint,
+                returned=torch_private.returned_outputs(joint, num_outputs),
+                roles=torch_private.roles_of_primals(joint, self.module, self.inputs),
+            )
+        except UnsupportedGraph as reason:
+            self.session.plain.append(PlainGraph(self.name, str(reason)))
+            warnings.warn(f"encore: {self.name} runs as plain PyTorch: {reason}", stacklevel=2)
+            return torch_private.plain_partition(joint, num_outputs)
+        self._lap("facts")
+        verify_graph(graph)
+        self._lap("verify")
+        with torch_private.real_tensors():
+            unplanned = keep_everything(graph, self.session.workspaces)
+            self.session.workspaces.save()
+        plan = choose([unplanned], self.session.options)
+        self._lap("plan")
+        self.lowered = lower(plan.schedule, self.name.replace(" ", "_"))
+        self._lap("lower")
+        reason, line = torch_private.break_reason(self.module) or ("", "")
+        self.captured = CapturedGraph(
+            name=self.name,
+            unplanned=unplanned,
+            plan=plan,
+            break_reason=reason,
+            break_line=line,
+            seconds=self.seconds,
+            sources=(self.lowered.forward_source, self.lowered.backward_source),
+        )
+        self.session.graphs.append(self.captured)
+        self._tell()
+        saved = [graph.values[value].name for value in plan.schedule.saved]
+        return torch_private.shell(joint, num_outputs, saved)
+
+    def forward_callable(self, module: fx.GraphModule) -> Callable[..., Any]:
+        if self.lowered is None or self.captured is None:
+            return torch_private.plain_callable(module)
+        run, session, captured = self.lowered.forward, self.session, self.captured
+
+        def forward(args: list[Any]) -> Any:
+            session.note_forward(captured)
+            return run(args)
+
+        forward._boxed_call = True  # type: ignore[attr-defined]
+        return forward
+
+    def backward_callable(self, module: fx.GraphModule) -> Callable[..., Any]:
+        if self.lowered is None:
+            return torch_private.plain_callable(module)
+        run, session = self.lowered.backward, self.session
+
+        def backward(args: list[Any]) -> Any:
+            session.note_backward()
+            return run(args)
+
+        backward._boxed_call = True  # type: ignore[attr-defined]
+        return backward
+
+    def _lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = now - self.started
+        self.started = now
+
+    def _tell(self) -> None:
+        assert self.captured is not None
+        graph, timeline = self.captured.plan.schedule.graph, self.captured.plan.timeline
+        stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
+        log.info(
+            "%s: %d operators, peak %s (saved %s), plan %r; seconds: %s",
+            self.name, len(graph.ops), bytes_text(timeline.step_peak), bytes_text(timeline.saved),
+            self.captured.plan.name, stages,
+        )  # fmt: skip

@@ -1,0 +1,265 @@
+"""Every private door of PyTorch that capture goes through; torch is pinned to one minor version for their sake.
+
+What is relied upon: AOTAutograd hands a partition function one joint graph and takes back two modules whose inputs and
+outputs follow its convention; `OpOverload.py_kernels` holds the Python decompositions that would replace what eager
+runs; Dynamo tells a graph why it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config as functorch_config
+from torch import fx
+from functorch.compile import default_partition, make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.descriptors import (
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    SavedForBackwardsAOTOutput,
+    SavedForBackwardsNoVcCheckAOTOutput,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from encore.graph import Role
+from encore.graph.random_ops import traced_dropout, traced_dropout_
+
+aten = torch.ops.aten
+DispatchKey = torch._C.DispatchKey
+
+# Decompositions that only tracing sees: eager runs a C++ kernel instead, with other numbers, other memory or another
+# speed. Operators missing here (batch norm, one_hot, ...) need theirs: their C++ form mutates or depends on data.
+ONLY_IN_TRACING = (
+    "dropout", "dropout_", "matmul", "lstm", "gru", "rnn_tanh", "rnn_relu", "softshrink", "hardshrink", "upsample_nearest1d",
+    "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
+    "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+)  # fmt: skip
+COMPOSITE_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
+INSTEAD: dict[Any, Callable[..., Any]] = {
+    aten.dropout.default: traced_dropout,
+    aten.dropout_.default: traced_dropout_,
+}
+
+_eager_lock = threading.RLock()
+_eager_depth = 0
+_set_aside: list[tuple[Any, Any, Any]] = []
+
+
+@contextlib.contextmanager
+def eager_operators() -> Iterator[None]:
+    """Trace what eager PyTorch runs: composite operators through their C++ kernels."""
+    global _eager_depth
+    with _eager_lock:
+        _eager_depth += 1
+        if _eager_depth == 1:
+            for packet in ONLY_IN_TRACING:
+                for overload in getattr(aten, packet).overloads():
+                    operator = getattr(getattr(aten, packet), overload)
+                    for key in COMPOSITE_KEYS:
+                        _swap_kernel(operator, key, INSTEAD.get(operator))
+    try:
+        yield
+    finally:
+        with _eager_lock:
+            _eager_depth -= 1
+            if _eager_depth == 0:
+                while _set_aside:
+                    operator, key, kernel = _set_aside.pop()
+                    operator.py_kernels.pop(key, None)
+                    if kernel is not None:
+                        operator.py_kernels[key] = kernel
+                    operator._dispatch_cache.clear()
+
+
+def _swap_kernel(operator: Any, key: Any, kernel: Callable[..., Any] | None) -> None:
+    """Put a Python kernel in place of another, or of none; remember what was there."""
+    _set_aside.append((operator, key, operator.py_kernels.pop(key, None)))
+    if kernel is not None:
+        operator.py_kernels[key] = kernel
+    operator._dispatch_cache.clear()
+
+
+Partition = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
+Emit = Callable[[fx.GraphModule], Callable[..., Any]]
+
+
+def trace_joint(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    partition: Partition,
+    forward: Emit,
+    backward: Emit,
+) -> Callable[..., Any]:
+    """Run AOTAutograd on a Dynamo graph: `partition` sees the joint graph, then both callables are asked for."""
+
+    def partition_fn(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        return partition(joint, num_fwd_outputs)
+
+    compiler = aot_autograd(
+        fw_compiler=lambda graph, _inputs: forward(graph),
+        bw_compiler=lambda graph, _inputs: backward(graph),
+        inference_compiler=lambda graph, _inputs: make_boxed_func(graph.forward),
+        partition_fn=partition_fn,
+        decompositions={},
+    )
+    # A donated buffer may be overwritten by backward, which forbids retain_graph; Encore never writes over saved values.
+    with eager_operators(), functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
+        return compiler(module, inputs)
+
+
+def plain_partition(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """PyTorch's own split, for a graph that Encore cannot read."""
+    return default_partition(joint, (), num_fwd_outputs=num_outputs)
+
+
+def plain_callable(module: fx.GraphModule) -> Callable[..., Any]:
+    return make_boxed_func(module.forward)
+
+
+def shell(
+    joint: fx.GraphModule, num_outputs: int, saved: Sequence[str]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The two modules AOTAutograd wants to see: inputs and outputs only, since the body is a schedule of ours."""
+    nodes = {node.name: node for node in joint.graph.nodes}
+    (output,) = joint.graph.find_nodes(op="output")
+    flat = torch.utils._pytree.arg_tree_leaves(*output.args)
+    descriptions = torch.utils._pytree.arg_tree_leaves(output.meta.get("desc", [None] * len(flat)))
+    sources = joint.graph.find_nodes(op="placeholder")
+    primals = [node for node in sources if "tangents" not in node.name]
+    tangents = [node for node in sources if "tangents" in node.name]
+    crossing = [nodes[name] for name in saved]
+    kept = [_saved_description(node, position) for position, node in enumerate(crossing)]
+    forward = _hollow(primals, [*flat[:num_outputs], *crossing], [*descriptions[:num_outputs], *kept])
+    backward = _hollow([*crossing, *tangents], flat[num_outputs:], descriptions[num_outputs:])
+    return fx.GraphModule(joint, forward), fx.GraphModule(joint, backward)
+
+
+def unchecked_last(joint: fx.GraphModule, saved: Sequence[str]) -> tuple[str, ...]:
+    """AOTAutograd's convention: what is saved without a version check comes last."""
+    nodes = {node.name: node for node in joint.graph.nodes}
+    return tuple(sorted(saved, key=lambda name: bool(nodes[name].meta.get("saved_tensor_with_no_vc_check", False))))
+
+
+def _saved_description(node: fx.Node, position: int) -> Any:
+    if node.meta.get("saved_tensor_with_no_vc_check", False):
+        return SavedForBackwardsNoVcCheckAOTOutput(position)
+    return SavedForBackwardsAOTOutput(position)
+
+
+def _hollow(inputs: Sequence[fx.Node], results: Sequence[Any], descriptions: Sequence[Any]) -> fx.Graph:
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        made[node] = graph.placeholder(node.name)
+        made[node].meta = dict(node.meta)
+    for node in results:
+        if isinstance(node, fx.Node) and node not in made:
+            made[node] = graph.create_node("call_function", _in_the_schedule, name=node.name)
+            made[node].meta = dict(node.meta)
+    end = graph.output(tuple(made[node] if isinstance(node, fx.Node) else node for node in results))
+    end.meta["desc"] = tuple(descriptions)
+    return graph
+
+
+def _in_the_schedule() -> Any:
+    raise AssertionError("this graph is a shell; Encore runs its schedule instead")
+
+
+def real_tensors() -> Any:
+    """Step out of tracing for a while: tensors made inside are real, operators run."""
+    return _disable_current_modes()
+
+
+# -- what a graph's inputs and outputs are to the user ----------------------------------------------------------------
+
+
+def roles_of_primals(joint: fx.GraphModule, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Role]:
+    """Parameter, buffer or input, for every primal of the joint graph."""
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    roles = []
+    for node in joint.graph.find_nodes(op="placeholder"):
+        if "tangents" in node.name:
+            continue
+        description = node.meta.get("desc")
+        position = description.idx if isinstance(description, PlainAOTInput) else None
+        if position is None or position >= len(inputs):
+            roles.append(Role.PARAMETER if isinstance(node.meta.get("val"), torch.nn.Parameter) else Role.INPUT)
+        elif isinstance(inputs[position], torch.nn.Parameter) or _is_fake_parameter(inputs[position]):
+            roles.append(Role.PARAMETER)
+        else:
+            roles.append(Role.BUFFER if "_buffers_" in names[position] else Role.INPUT)
+    return roles
+
+
+def _is_fake_parameter(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and getattr(tensor, "_is_param", False)
+
+
+def returned_outputs(joint: fx.GraphModule, num_outputs: int) -> list[bool]:
+    """For each forward output: does the caller hold it? New contents of mutated inputs are copied and dropped."""
+    (output,) = joint.graph.find_nodes(op="output")
+    descriptions = torch.utils._pytree.arg_tree_leaves(output.meta.get("desc", [None] * num_outputs))
+    return [not isinstance(description, InputMutationAOTOutput) for description in descriptions[:num_outputs]]
+
+
+def pin_sizes(module: fx.GraphModule) -> None:
+    """Guard every symbolic size of the inputs to the number it has now: each shape gets a plan of its own."""
+    for node in module.graph.find_nodes(op="placeholder"):
+        example = node.meta.get("example_value")
+        if isinstance(example, torch.SymInt | torch.SymFloat):
+            _pin(example)
+        elif isinstance(example, torch.Tensor):
+            for size in (*example.shape, *example.stride(), example.storage_offset()):
+                _pin(size)
+
+
+def _pin(size: Any) -> None:
+    if isinstance(size, torch.SymInt):
+        int(size)
+    elif isinstance(size, torch.SymFloat):
+        float(size)
+
+
+def break_reason(module: fx.GraphModule) -> tuple[str, str] | None:
+    """Why Dynamo ended this graph before the function did: (reason, `file.py:line`), or None."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    line = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" if frame else ""
+    text = str(reason.reason).strip()
+    return (text.splitlines()[0] if text else "unknown", line)
+
+
+# -- calling ---------------------------------------------------------------------------------------------------------
+
+
+def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], limit: int) -> Callable[..., Any]:
+    """`torch.compile` with one graph a shape, and a limit of its own on their number."""
+    return torch.compile(function, backend=backend, dynamic=False, recompile_limit=limit, isolate_recompiles=True)
+
+
+def recurrent_layers_allowed() -> Any:
+    """Let Dynamo trace through `nn.LSTM` and its kin instead of breaking the graph at them."""
+    return torch._dynamo.config.patch(allow_rnn=True)
+
+
+def original_error(error: BaseException) -> BaseException:
+    """What a backend raised, without Dynamo's wrapping."""
+    return getattr(error, "inner_exception", None) or error
+
+
+BackendFailed = torch._dynamo.exc.BackendCompilerFailed
+
+
+def fake_mode() -> FakeTensorMode:
+    """Tensors with shapes and no memory; real ones that were closed over are read as fake ones."""
+    return FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,0 +1,110 @@
+"""Measurements kept on disk, per machine and torch version, so that each is made once.
+
+One JSON file in `$ENCORE_CACHE_DIR`, else `$XDG_CACHE_HOME/encore`, else `~/.cache/encore`. It is replaced as a whole
+(written beside, then renamed), so a reader never sees half a file; two processes that write at once lose at most
+each other's newest entries, which are measured again. A file that cannot be read is ignored with one warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class MachineCache:
+    """A dictionary of numbers that survives the process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._entries: dict[str, float] | None = None
+        self._unsaved = False
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> float | None:
+        with self._lock:
+            return self._loaded().get(key)
+
+    def put(self, key: str, number: float) -> None:
+        with self._lock:
+            self._loaded()[key] = number
+            self._unsaved = True
+
+    def save(self) -> None:
+        """Write new entries, keeping those another process has added meanwhile."""
+        with self._lock:
+            if not self._unsaved:
+                return
+            merged = {**self._read(), **self._loaded()}
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
+                with os.fdopen(descriptor, "w") as file:
+                    json.dump(merged, file)
+                os.replace(temporary, self.path)
+            except OSError as error:
+                warnings.warn(f"encore: measurements could not be kept in {self.path}: {error}", stacklevel=2)
+            self._unsaved = False
+
+    def _loaded(self) -> dict[str, float]:
+        if self._entries is None:
+            self._entries = self._read()
+        return self._entries
+
+    def _read(self) -> dict[str, float]:
+        try:
+            entries = json.loads(self.path.read_text())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            warnings.warn(f"encore: {self.path} cannot be read ({error}); measuring again", stacklevel=2)
+            return {}
+        if not isinstance(entries, dict) or not all(isinstance(number, int | float) for number in entries.values()):
+            warnings.warn(f"encore: {self.path} does not hold measurements; measuring again", stacklevel=2)
+            return {}
+        return entries
+
+
+def cache_directory() -> Path:
+    """Where measurements are kept."""
+    chosen = os.environ.get("ENCORE_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "encore"
+
+
+@functools.cache
+def _open_cache(path: Path) -> MachineCache:
+    return MachineCache(path)
+
+
+def machine_cache() -> MachineCache:
+    """The cache of this machine and torch version."""
+    return _open_cache(cache_directory() / f"measurements-{machine_key()}.json")
+
+
+@functools.cache
+def machine_key() -> str:
+    """A name for what measurements depend on: processor, its vector units, devices, torch."""
+    facts: list[Any] = [platform.machine(), _processor(), torch.backends.cpu.get_cpu_capability(), torch.__version__]
+    if torch.cuda.is_available():
+        facts += [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -1,0 +1,119 @@
+"""Bytes an operator allocates and gives back while it runs, beyond its results.
+
+oneDNN reorders the operands of a convolution into layouts of its own choice, autograd's formulas make copies, a matrix
+product may need a contiguous operand: nothing in a graph tells. So operators are asked: each distinct call is run once
+on made-up tensors, and what the allocator reports is kept on disk. Pointwise operators need nothing but a boxed scalar
+and are not run. Where running is out of the question (an estimate runs nothing) and nothing is on disk, a bound that
+holds for oneDNN's reorders is taken.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from encore.cost.cache import machine_cache
+from encore.cost.probe import probe_workspace
+from encore.graph import Graph, Op, OpClass
+from encore.graph.values import Ref
+
+BOXED_SCALARS = 16
+"""A Python number among tensors becomes a tensor of 8 bytes, and 4 more where it is converted."""
+
+REORDERS = frozenset({"convolution", "convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})
+"""Operators that copy operands and results into layouts of their own."""
+
+
+class Workspaces:
+    """Answers for the operators of graphs. `run=False` never runs anything."""
+
+    def __init__(self, *, run: bool) -> None:
+        self.run = run
+        self._cache = machine_cache()
+        self._known: dict[str, int] = {}
+
+    def __call__(self, graph: Graph, op: Op) -> int:
+        if op.kind is OpClass.VIEW:
+            return 0
+        if op.kind not in (OpClass.CHEAP, OpClass.HEAVY):
+            return BOXED_SCALARS if op.kind is OpClass.RANDOM else 0
+        if torch.Tag.pointwise in op.target.tags:
+            return BOXED_SCALARS if any(isinstance(argument, int | float) for argument in op.args) else 0
+        key = _signature(graph, op)
+        if key not in self._known:
+            self._known[key] = self._ask(graph, op, key)
+        return self._known[key]
+
+    def save(self) -> None:
+        self._cache.save()
+
+    def _ask(self, graph: Graph, op: Op, key: str) -> int:
+        cached = self._cache.get(key)
+        if cached is not None:
+            return int(cached)
+        if not self.run or not _can_run(graph, op):
+            return _bound(graph, op)
+        try:
+            workspace = probe_workspace(graph, op)
+        except Exception as error:  # made-up operands may be refused; the step itself will still run
+            warnings.warn(f"encore: the workspace of {op.target} is a guess: it could not be run ({error})", stacklevel=2)
+            return _bound(graph, op)
+        self._cache.put(key, workspace)
+        return workspace
+
+
+def _bound(graph: Graph, op: Op) -> int:
+    if op.target.overloadpacket.__name__ in REORDERS:
+        return sum(graph.values[value].bytes for value in (*op.reads, *op.writes) if value is not None)
+    rule = RULES.get(op.target)
+    return BOXED_SCALARS if rule is None else rule(graph, op)
+
+
+def _can_run(graph: Graph, op: Op) -> bool:
+    """Are there devices for its operands, and memory layouts that can be made up?"""
+    for value in op.reads:
+        storage = graph.values[value].storage
+        if storage is None or not graph.values[value].stride and graph.values[value].shape:
+            return False
+        kind = graph.storages[storage].device.partition(":")[0]
+        if not (kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())):
+            return False
+    return True
+
+
+def _signature(graph: Graph, op: Op) -> str:
+    """Everything the answer depends on, as text."""
+
+    def text(argument: Any) -> str:
+        if isinstance(argument, Ref):
+            value = graph.values[argument.value]
+            device = "" if value.storage is None else graph.storages[value.storage].device
+            return f"{value.dtype}{list(value.shape)}{list(value.stride)}{device}"
+        if isinstance(argument, tuple | list):
+            return f"({','.join(text(item) for item in argument)})"
+        return repr(argument)
+
+    options = ",".join(f"{key}={text(argument)}" for key, argument in sorted(op.kwargs.items()))
+    return f"workspace {op.target} {text(op.args)} {options} threads={torch.get_num_threads()}"
+
+
+def _first_result(graph: Graph, op: Op) -> int:
+    return graph.values[op.writes[0]].bytes if op.writes[0] is not None else 0
+
+
+def _rows_per_thread(graph: Graph, op: Op) -> int:
+    """Weight and bias gradients, summed up per thread first."""
+    small = [graph.values[value].bytes for value in op.writes[1:] if value is not None]
+    return torch.get_num_threads() * sum(small)
+
+
+aten = torch.ops.aten
+RULES: dict[Any, Callable[[Graph, Op], int]] = {
+    aten.native_batch_norm_backward.default: _first_result,
+    aten.native_layer_norm_backward.default: _rows_per_thread,
+    aten._safe_softmax.default: lambda graph, op: 2 * _first_result(graph, op),
+}
+"""What is known without running, for operators that are not pointwise."""

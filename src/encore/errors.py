@@ -1,0 +1,55 @@
+"""What Encore raises: one family, and every message ends with what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class EncoreError(Exception):
+    """The root of everything Encore raises on purpose."""
+
+
+class OptionError(EncoreError, ValueError):
+    """An argument that Encore does not accept; the message names what it does accept."""
+
+
+class NeverRunError(EncoreError):
+    """Asked about a training step that has not happened yet."""
+
+
+class VerificationError(EncoreError, AssertionError):
+    """A planned step and plain eager PyTorch disagree; the message names the first difference."""
+
+
+class IllegalGraphError(EncoreError):
+    """A graph or schedule broke a rule of `encore.graph.verify` or `encore.schedule.replay`: a bug in Encore."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One tensor that holds up the lowest reachable peak."""
+
+    name: str
+    module: str
+    source: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+class BudgetError(EncoreError):
+    """The budget lies below the lowest peak Encore can reach."""
+
+    def __init__(self, message: str, *, floor: int, pins: Sequence[Pin] = (), remedies: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.floor = floor
+        """Lowest reachable `resident + step_peak`, in bytes."""
+        self.pins = tuple(pins)
+        """The largest tensors alive at that peak."""
+        self.remedies = tuple(remedies)
+        """What would lower the floor, cheapest first."""
+
+
+def listed(names: Iterable[object]) -> str:
+    """Names as an error message lists them: sorted and quoted."""
+    return ", ".join(repr(str(name)) for name in sorted(names, key=str))

@@ -1,0 +1,23 @@
+"""Facts over a captured training step: values, storages, aliases, bytes, readers, op classes.
+
+Everything here is read-only once built. Nothing in this room decides, orders or runs anything.
+"""
+
+from encore.graph.build import UnsupportedGraph, build_graph
+from encore.graph.ops import OpClass, classify
+from encore.graph.values import Graph, Op, Role, Storage, Value, refs
+from encore.graph.verify import verify_graph
+
+__all__ = [
+    "Graph",
+    "Op",
+    "OpClass",
+    "Role",
+    "Storage",
+    "UnsupportedGraph",
+    "Value",
+    "build_graph",
+    "classify",
+    "refs",
+    "verify_graph",
+]

@@ -1,0 +1,371 @@
+"""A joint `torch.fx` graph -> `Graph`, with what costs memory for nothing taken out on the way.
+
+Autograd leaves behind `detach`, views of a view that undo each other, and one `t()` of the same weight for every time
+step. None of them computes anything, yet each is a call at run time and a name that keeps a storage alive. They are
+resolved here: operands are read through identities, equal views are shared, transposes cancel. Outputs of the step
+keep their own operator, since AOTAutograd has already decided how they alias.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from encore.graph.ops import OpClass, classify
+from encore.graph.sizes import true_bytes
+from encore.graph.values import Graph, Op, Ref, Role, Storage, Value, refs
+
+aten = torch.ops.aten
+
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
+MODULE_ROOT = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?")
+MODULE_ENTRY = re.compile(r"_modules\[['\"]([^'\"]+)['\"]\]")
+SIDE_EFFECTS = frozenset({OpClass.RANDOM, OpClass.MUTATING, OpClass.COLLECTIVE, OpClass.OPAQUE})
+
+
+class UnsupportedGraph(Exception):
+    """The graph holds something `Graph` cannot say; the caller runs it as plain PyTorch and reports why."""
+
+
+def build_graph(
+    joint: fx.GraphModule, *, returned: Sequence[bool], roles: Sequence[Role]
+) -> Graph:
+    """Read AOTAutograd's joint graph. `roles` says for each primal what it is to the user; `returned` for each forward
+    output whether the caller holds it afterwards."""
+    return _Builder(joint, len(returned)).build(returned, roles)
+
+
+class _Builder:
+    def __init__(self, joint: fx.GraphModule, num_outputs: int) -> None:
+        self.joint = joint
+        self.values: list[Value] = []
+        self.storages: list[Storage] = []
+        self.ops: list[Op] = []
+        self.constants: dict[int, Any] = {}
+        self.operand: dict[fx.Node, Any] = {}
+        """How later operators read a node: a Ref, a literal, or (for several results) a tuple of those."""
+        self.result: dict[fx.Node, int] = {}
+        """The node's own value, where it has one: what graph outputs point to."""
+        self.shared_views: dict[Any, int] = {}
+        self.storage_by_pointer: dict[int, int] = {}
+        (output,) = joint.graph.find_nodes(op="output")
+        flat = pytree.arg_tree_leaves(*output.args)
+        self.output_nodes, self.gradient_nodes = flat[:num_outputs], flat[num_outputs:]
+        self.exported = {node for node in flat if isinstance(node, fx.Node)}
+
+    def build(self, returned: Sequence[bool], roles: Sequence[Role]) -> Graph:
+        primals: list[int] = []
+        tangents: list[int] = []
+        for node in self.joint.graph.nodes:
+            if node.op == "placeholder":
+                if "tangents" in node.name:
+                    tangents.append(self._source(node, Role.TANGENT))
+                elif "primals" in node.name:
+                    primals.append(self._source(node, roles[len(primals)]))
+                else:
+                    raise UnsupportedGraph(f"the graph takes an input of an unknown kind, {node.name!r}")
+            elif node.op == "get_attr":
+                self._constant(node)
+            elif node.op == "call_function":
+                self._call(node)
+            elif node.op != "output":
+                raise UnsupportedGraph(f"the graph holds a {node.op} node, {node.name!r}")
+        outputs = [self._exported(node) for node in self.output_nodes]
+        graph = Graph(
+            values=self.values,
+            storages=self.storages,
+            ops=self.ops,
+            primals=primals,
+            tangents=tangents,
+            outputs=outputs,
+            gradients=[self._exported(node) for node in self.gradient_nodes],
+            constants=self.constants,
+            returned=[value for value, held in zip(outputs, returned, strict=True) if held and value is not None],
+        )
+        _mark_forward(graph)
+        _drop_dead(graph)
+        return graph
+
+    # -- nodes -------------------------------------------------------------------------------------------------------
+
+    def _source(self, node: fx.Node, role: Role) -> int:
+        value = self._new_value(node.name, node.meta.get("val"), producer=None)
+        value.role = role
+        self.result[node] = value.id
+        literal = _literal(node.meta.get("val"))
+        self.operand[node] = Ref(value.id) if literal is None else literal
+        return value.id
+
+    def _constant(self, node: fx.Node) -> None:
+        held = functools.reduce(getattr, str(node.target).split("."), self.joint)
+        value = self._new_value(node.name, held if isinstance(held, torch.Tensor) else None, producer=None)
+        value.role = Role.CONSTANT
+        self.constants[value.id] = held
+        self.result[node] = value.id
+        self.operand[node] = Ref(value.id)
+
+    def _call(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            container, index = node.args
+            if isinstance(container, fx.Node) and isinstance(self.operand[container], tuple):
+                self.operand[node] = self.operand[container][index]
+                if isinstance(self.operand[node], Ref):
+                    value = self.values[self.operand[node].value]
+                    value.name = node.name
+                    self.result[node] = value.id
+                return
+        val = node.meta.get("val")
+        literal = _literal(val)
+        if literal is not None:
+            self.operand[node] = literal
+            return
+        kind = classify(node.target)
+        args = _as_refs(tuple(node.args), self.operand)
+        kwargs = _as_refs(dict(node.kwargs), self.operand)
+        if kind is OpClass.VIEW and isinstance(val, torch.Tensor):
+            same_as = self._same_view(node, args, kwargs, val)
+            if same_as is not None:
+                self.operand[node] = Ref(same_as)
+                if node not in self.exported:
+                    return
+        op = self._new_op(node, kind, args, kwargs, val)
+        if op.returns_tuple:
+            self.operand[node] = tuple(None if value is None else Ref(value) for value in op.writes)
+        elif op.writes[0] is not None:
+            self.result[node] = op.writes[0]
+            self.operand.setdefault(node, Ref(op.writes[0]))
+        else:
+            self.operand[node] = None
+
+    def _same_view(self, node: fx.Node, args: Any, kwargs: Any, val: torch.Tensor) -> int | None:
+        """A value that already is what this view would be, or None (and then the view itself may serve later ones)."""
+        if not (args and isinstance(args[0], Ref)):
+            return None
+        base = self.values[args[0].value]
+        if node.target in (aten.detach.default, aten.alias.default) or self._describes(base, val):
+            return base.id
+        if node.target in (aten.t.default, aten.transpose.int) and base.producer is not None:
+            before = self.ops[base.producer]
+            if before.target is node.target and before.args[1:] == args[1:]:
+                inner = self.values[before.args[0].value]
+                if self._describes(inner, val):
+                    return inner.id
+        key = (node.target, _hashable(args), _hashable(kwargs))
+        if key in self.shared_views:
+            return self.shared_views[key]
+        if node not in self.exported:
+            self.shared_views[key] = len(self.values)
+        return None
+
+    def _describes(self, value: Value, val: torch.Tensor) -> bool:
+        """Is this fake tensor the same window on the same storage as the value?"""
+        return (
+            value.storage == self._storage(val)
+            and value.shape == _ints(val.shape)
+            and value.stride == _ints(val.stride())
+            and value.dtype == val.dtype
+            and self.offsets[value.id] == int(val.storage_offset())
+        )
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def offsets(self) -> dict[int, int]:
+        return {}
+
+    def _new_op(self, node: fx.Node, kind: OpClass, args: Any, kwargs: Any, val: Any) -> Op:
+        returns_tuple = isinstance(val, tuple | list)
+        results = list(val) if returns_tuple else [val]
+        if any(isinstance(result, tuple | list) for result in results):
+            raise UnsupportedGraph(f"{node.target} returns nested lists")
+        op = Op(
+            id=len(self.ops),
+            name=node.name,
+            target=node.target,
+            args=args,
+            kwargs=kwargs,
+            reads=tuple(dict.fromkeys(refs((args, kwargs)))),
+            writes=(),
+            returns_tuple=returns_tuple,
+            kind=kind,
+            module=_module_path(node),
+            source=_source_line(node.stack_trace),
+        )
+        self.ops.append(op)
+        sizes = true_bytes(node.target, args, self.values)
+        writes: list[int | None] = []
+        for position, result in enumerate(results):
+            if result is None:
+                writes.append(None)
+                continue
+            name = f"{node.name}.{position}" if returns_tuple else node.name
+            value = self._new_value(name, result, producer=op.id)
+            if kind is not OpClass.VIEW:
+                self._separate_from_siblings(value, writes)
+            if position in sizes and value.storage is not None:
+                value.shape, value.stride = (sizes[position],), (1,)
+                value.bytes = self.storages[value.storage].bytes = sizes[position]
+            writes.append(value.id)
+        op.writes = tuple(writes)
+        for value_id in op.reads:
+            self.values[value_id].readers.append(op.id)
+        return op
+
+    def _new_value(self, name: str, val: Any, producer: int | None) -> Value:
+        tensor = val if isinstance(val, torch.Tensor) else None
+        value = Value(
+            id=len(self.values),
+            name=name,
+            storage=None if tensor is None else self._storage(tensor),
+            shape=() if tensor is None else _ints(tensor.shape),
+            stride=() if tensor is None else _strides(tensor),
+            dtype=None if tensor is None else tensor.dtype,
+            bytes=0 if tensor is None else int(tensor.numel()) * tensor.element_size(),
+            producer=producer,
+        )
+        self.values.append(value)
+        if tensor is not None:
+            self.offsets[value.id] = _offset(tensor)
+        if value.storage is not None:
+            self.storages[value.storage].values.append(value.id)
+        return value
+
+    def _separate_from_siblings(self, value: Value, siblings: Sequence[int | None]) -> None:
+        """Fake kernels may return one tensor twice where the real one makes two (oneDNN's bias gradients)."""
+        storage = value.storage
+        if storage is None or not any(self.values[other].storage == storage for other in siblings if other is not None):
+            return
+        self.storages[storage].values.remove(value.id)
+        copy = Storage(len(self.storages), self.storages[storage].bytes, self.storages[storage].device, [value.id])
+        self.storages.append(copy)
+        value.storage = copy.id
+
+    def _storage(self, tensor: torch.Tensor) -> int | None:
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # sparse and other layouts without one block of memory
+            return None
+        pointer = storage._cdata
+        if pointer not in self.storage_by_pointer:
+            self.storage_by_pointer[pointer] = len(self.storages)
+            self.storages.append(Storage(len(self.storages), int(storage.nbytes()), str(tensor.device)))
+        return self.storage_by_pointer[pointer]
+
+    def _exported(self, node: Any) -> int | None:
+        return self.result.get(node) if isinstance(node, fx.Node) else None
+
+
+def _mark_forward(graph: Graph) -> None:
+    """Forward is what the outputs need, and whatever has an effect of its own and does not wait for a tangent."""
+    waits = set(graph.tangents)
+    for op in graph.ops:
+        if waits.intersection(op.reads):
+            waits.update(value for value in op.writes if value is not None)
+    needed = {value for value in graph.outputs if value is not None}
+    for op in reversed(graph.ops):
+        results = {value for value in op.writes if value is not None}
+        if results & needed or (op.kind in SIDE_EFFECTS and not waits.intersection(op.reads)):
+            op.forward = True
+            needed.update(op.reads)
+
+
+def _drop_dead(graph: Graph) -> None:
+    """Forget operators nobody reads and nothing outside would miss."""
+    exported = {value for value in (*graph.outputs, *graph.gradients) if value is not None}
+    alive: set[int] = set()
+    needed = set(exported)
+    for op in reversed(graph.ops):
+        if op.kind in SIDE_EFFECTS or any(value in needed for value in op.writes):
+            alive.add(op.id)
+            needed.update(op.reads)
+    if len(alive) == len(graph.ops):
+        return
+    renumbered = {old: new for new, old in enumerate(sorted(alive))}
+    graph.ops[:] = [op for op in graph.ops if op.id in alive]
+    for op in graph.ops:
+        op.id = renumbered[op.id]
+    for value in graph.values:
+        if value.producer is not None and value.producer not in renumbered:
+            if value.storage is not None:
+                graph.storages[value.storage].values.remove(value.id)
+            value.storage = None
+        value.producer = None if value.producer is None else renumbered.get(value.producer)
+        value.readers = [renumbered[reader] for reader in value.readers if reader in renumbered]
+
+
+# -- reading fx ------------------------------------------------------------------------------------------------------
+
+
+def _literal(val: Any) -> Any:
+    """Sizes are constants here: every shape has its own graph."""
+    if isinstance(val, torch.SymInt):
+        return int(val)
+    if isinstance(val, torch.SymFloat):
+        return float(val)
+    if isinstance(val, torch.SymBool):
+        return bool(val)
+    return val if isinstance(val, int | float | bool) else None
+
+
+def _as_refs(argument: Any, operand: dict[fx.Node, Any]) -> Any:
+    if isinstance(argument, fx.Node):
+        return operand[argument]
+    if isinstance(argument, tuple):
+        return tuple(_as_refs(item, operand) for item in argument)
+    if isinstance(argument, list):
+        return [_as_refs(item, operand) for item in argument]
+    if isinstance(argument, dict):
+        return {key: _as_refs(item, operand) for key, item in argument.items()}
+    if isinstance(argument, slice):
+        return slice(*(_as_refs(part, operand) for part in (argument.start, argument.stop, argument.step)))
+    if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return _literal(argument)
+    return argument
+
+
+def _hashable(argument: Any) -> Any:
+    if isinstance(argument, tuple | list):
+        return tuple(_hashable(item) for item in argument)
+    if isinstance(argument, dict):
+        return tuple(sorted((key, _hashable(item)) for key, item in argument.items()))
+    if isinstance(argument, slice):
+        return ("slice", argument.start, argument.stop, argument.step)
+    return argument
+
+
+def _ints(sizes: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(int(size) for size in sizes)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return _ints(tensor.stride()) if tensor.layout is torch.strided else ()
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) if tensor.layout is torch.strided else 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _source_line(stack_trace: str | None) -> str:
+    """The user's innermost line: `file.py:12`."""
+    frames = FRAME.findall(stack_trace or "")
+    if not frames:
+        return ""
+    path, line = frames[-1]
+    return f"{path.rsplit('/', 1)[-1]}:{line}"
+
+
+def _module_path(node: fx.Node) -> str:
+    """The module whose call made this node, as in `named_modules()`; the forward one for gradients."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = next(reversed(stack.values()))[0]
+    return MODULE_ENTRY.sub(r"\1", MODULE_ROOT.sub("", path))

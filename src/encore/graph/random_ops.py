@@ -1,0 +1,42 @@
+"""Eager's in-place draws as operators of their own.
+
+On CPU, eager dropout draws into an empty tensor shaped *and strided* like its input. A functional graph would draw into
+a contiguous one instead: for a transposed input that is another mask. `encore::dropout_noise` is the draw as one
+operator, so that the same seed gives the same mask, and a planner sees one random value instead of three.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_library = torch.library.Library("encore", "FRAGMENT")
+_library.define("dropout_noise(Tensor like, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+
+
+def dropout_noise(like: torch.Tensor, p: float) -> torch.Tensor:
+    """0 with probability `p`, else 1 / (1 - p): what CPU dropout multiplies by."""
+    return torch.empty_like(like).bernoulli_(1 - p).div_(1 - p)
+
+
+def _fake_dropout_noise(like: torch.Tensor, p: float) -> torch.Tensor:
+    return torch.empty_like(like)
+
+
+_library.impl("dropout_noise", dropout_noise, "CompositeExplicitAutograd")
+torch.library.register_fake("encore::dropout_noise", _fake_dropout_noise, lib=_library)
+
+
+def traced_dropout(source: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """`aten::dropout` while tracing: what its C++ kernel does, with the draw as one operator."""
+    if not train or p == 0 or source.numel() == 0:
+        return source
+    if p == 1:
+        return source * torch.zeros((), dtype=source.dtype, device=source.device)
+    if source.device.type == "cpu":
+        return source * torch.ops.encore.dropout_noise(source.detach(), p)
+    return torch.native_dropout(source, p, train)[0]
+
+
+def traced_dropout_(source: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """`aten::dropout_` while tracing."""
+    return source.copy_(traced_dropout(source, p, train)) if train and p != 0 else source

@@ -1,0 +1,136 @@
+"""The graph of one training step as Encore sees it: operators, the values they pass, the storages behind them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from encore.graph.ops import OpClass
+
+
+class Role(enum.Enum):
+    """Who brings a graph input into being."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    CONSTANT = "constant"
+    TANGENT = "tangent"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for a value inside the arguments of an operator."""
+
+    value: int
+
+
+@dataclass(slots=True)
+class Storage:
+    """Memory that one or more values look at. It is alive while one of them is."""
+
+    id: int
+    bytes: int
+    device: str
+    values: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Value:
+    """A tensor of the step, known by shape only; or a non-tensor result (`storage` is None)."""
+
+    id: int
+    name: str
+    storage: int | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype | None
+    bytes: int
+    producer: int | None
+    role: Role | None = None
+    readers: list[int] = field(default_factory=list)
+    """Operators that read it, in graph order."""
+
+
+@dataclass(slots=True)
+class Op:
+    """One operator call. `args` and `kwargs` are PyTorch's own, with `Ref` where a value stands."""
+
+    id: int
+    name: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: tuple[int, ...]
+    writes: tuple[int | None, ...]
+    """Results by position; None where the operator returns no tensor."""
+    returns_tuple: bool
+    kind: OpClass
+    module: str
+    source: str
+    forward: bool = False
+    """Needed for the forward outputs (or with an effect of its own); everything else runs in backward."""
+
+
+@dataclass(slots=True)
+class Graph:
+    """Forward and backward of one step. `primals` and `tangents` come in, `outputs` and `gradients` go out."""
+
+    values: list[Value]
+    storages: list[Storage]
+    ops: list[Op]
+    primals: list[int]
+    tangents: list[int]
+    outputs: list[int | None]
+    """By position; None where the step returns something that is not a tensor."""
+    gradients: list[int | None]
+    """One for every primal; None where it needs none."""
+    constants: dict[int, Any] = field(default_factory=dict)
+    """Tensors and modules baked into the graph, by value."""
+    returned: list[int] = field(default_factory=list)
+    """Outputs the caller holds after forward; the others are new contents of mutated inputs, copied and dropped."""
+
+    @property
+    def external(self) -> set[int]:
+        """Storages that are alive before the step and after it."""
+        owners = [*self.primals, *self.constants]
+        return {storage for value in owners if (storage := self.values[value].storage) is not None}
+
+    def bytes_of(self, value: int) -> int:
+        storage = self.values[value].storage
+        return 0 if storage is None else self.storages[storage].bytes
+
+    def producer(self, value: int) -> Op | None:
+        producer = self.values[value].producer
+        return None if producer is None else self.ops[producer]
+
+
+def refs(argument: Any) -> Iterator[int]:
+    """Every value that an argument mentions."""
+    if isinstance(argument, Ref):
+        yield argument.value
+    elif isinstance(argument, tuple | list):
+        for item in argument:
+            yield from refs(item)
+    elif isinstance(argument, dict):
+        for item in argument.values():
+            yield from refs(item)
+    elif isinstance(argument, slice):
+        yield from refs((argument.start, argument.stop, argument.step))
+
+
+def map_refs(argument: Any, replace: Callable[[int], Any]) -> Any:
+    """The argument with every `Ref` replaced."""
+    if isinstance(argument, Ref):
+        return replace(argument.value)
+    if isinstance(argument, tuple | list):
+        return type(argument)(map_refs(item, replace) for item in argument)
+    if isinstance(argument, dict):
+        return {key: map_refs(item, replace) for key, item in argument.items()}
+    if isinstance(argument, slice):
+        return slice(*(map_refs(part, replace) for part in (argument.start, argument.stop, argument.step)))
+    return argument

@@ -1,0 +1,54 @@
+"""How an operator of the graph is called at run time.
+
+The one file of this room that knows PyTorch's private doors (torch is pinned for their sake): an `OpOverload` is called
+through the dispatcher's own callable, and a few operators need the state that eager would have given them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from encore.graph.random_ops import dropout_noise
+
+aten = torch.ops.aten
+
+
+def callable_for(target: Any) -> Callable[..., Any]:
+    """What to call for an operator."""
+    if target in SPECIAL:
+        return SPECIAL[target]
+    return _dispatcher_call(target)
+
+
+@functools.lru_cache(maxsize=None)
+def _dispatcher_call(target: Any) -> Callable[..., Any]:
+    # OpOverload.__call__ only forwards to _op; thousands of small operators feel the extra Python frame.
+    return target._op if isinstance(target, torch._ops.OpOverload) else target
+
+
+def _with_grad_mode(target: Any) -> Callable[..., Any]:
+    """oneDNN's recurrent layer asks the grad mode whether backward will want its workspace."""
+    call = _dispatcher_call(target)
+
+    def run(*args: Any) -> Any:
+        with torch.enable_grad():
+            return call(*args)
+
+    run.__name__ = str(target).replace(".", "_")
+    return run
+
+
+def _bernoulli(like: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> torch.Tensor:
+    """The functional form of `like.bernoulli_(p)`: drawn in the order of the memory that eager would have filled."""
+    return torch.empty_like(like).bernoulli_(p, generator=generator).contiguous()
+
+
+SPECIAL: dict[Any, Callable[..., Any]] = {
+    aten.bernoulli.p: _bernoulli,
+    torch.ops.encore.dropout_noise.default: dropout_noise,
+    aten.mkldnn_rnn_layer.default: _with_grad_mode(aten.mkldnn_rnn_layer.default),
+}

@@ -1,0 +1,148 @@
+"""Straight-line Python for a stream of actions: a line an operator, a `del` at every free.
+
+The callables are *boxed*: they take one list and empty it, so that a `del` here really is the last name. Anything that
+holds on to an argument list keeps every saved tensor alive until backward has returned.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from encore.graph import Graph, Op
+from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST
+from encore.graph.values import Ref
+from encore.lower.calls import callable_for
+from encore.schedule import Action, Free, Run, Schedule
+
+Boxed = Callable[[list[Any]], tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A step that can run. `forward([primals])` returns outputs + saved, `backward([saved + tangents])` gradients."""
+
+    forward: Boxed
+    backward: Boxed
+    forward_source: str
+    backward_source: str
+
+
+def lower(schedule: Schedule, name: str = "step") -> Lowered:
+    """Turn both streams into functions."""
+    graph = schedule.graph
+    forward_source, forward = _Writer(graph).write(
+        f"{name}_forward", schedule.forward, graph.primals, (*graph.outputs, *schedule.saved)
+    )
+    backward_source, backward = _Writer(graph).write(
+        f"{name}_backward", schedule.backward, (*schedule.saved, *graph.tangents), graph.gradients
+    )
+    return Lowered(forward, backward, forward_source, backward_source)
+
+
+class _Writer:
+    """Writes one function, collecting the objects its text refers to."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.scope: dict[str, Any] = {"inf": math.inf, "nan": math.nan}
+        self.named: dict[int, str] = {}
+        self.lines: list[str] = []
+
+    def write(
+        self, name: str, actions: Sequence[Action], given: Sequence[int], results: Iterable[int | None]
+    ) -> tuple[str, Boxed]:
+        self.lines = [f"def {name}(args):"]
+        if given:
+            self._line(f"{''.join(f'{self._variable(value)}, ' for value in given)}= args")
+        self._line("args.clear()")
+        freed: list[str] = []
+        for action in actions:
+            if isinstance(action, Free):
+                freed.append(self._variable(action.value))
+                continue
+            self._flush(freed)
+            self._line(self._statement(action))
+        self._flush(freed)
+        returned = ", ".join("None" if value is None else self._read(value) for value in results)
+        self._line(f"return ({returned},)" if returned else "return ()")
+        source = "\n".join(self.lines) + "\n"
+        return source, self._evaluate(name, source)
+
+    def _evaluate(self, name: str, source: str) -> Boxed:
+        filename = f"<encore {name} {id(self):x}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+        exec(compile(source, filename, "exec"), self.scope)  # the text is ours: operators and names from the graph
+        function = self.scope.pop(name)
+        function._boxed_call = True
+        return function
+
+    def _line(self, text: str) -> None:
+        self.lines.append(f"    {text}")
+
+    def _flush(self, freed: list[str]) -> None:
+        if freed:
+            self._line(f"del {', '.join(freed)}")
+            freed.clear()
+
+    # -- one statement -----------------------------------------------------------------------------------------------
+
+    def _statement(self, action: Run) -> str:
+        op = self.graph.ops[action.op]
+        arguments = [self._text(argument) for argument in op.args]
+        keywords = [f"{key}={self._text(argument)}" for key, argument in op.kwargs.items()]
+        target = op.target
+        if action.over is not None and target in OUT_VARIANT:
+            target = OUT_VARIANT[target]
+            keywords.append(f"{OUT_ARGUMENT[target]}={self._variable(action.over)}")
+        elif action.over is not None:
+            target = WRITES_FIRST[target]
+        call = f"{self._bind(callable_for(target), _label(target))}({', '.join(arguments + keywords)})"
+        return f"{self._targets(op)} = {call}"
+
+    def _targets(self, op: Op) -> str:
+        if not op.returns_tuple:
+            return self._variable(op.writes[0]) if op.writes[0] is not None else "_"
+        names = ["_" if value is None else self._variable(value) for value in op.writes]
+        return f"{', '.join(names)}," if len(names) == 1 else ", ".join(names)
+
+    def _variable(self, value: int) -> str:
+        return f"v{value}"
+
+    def _read(self, value: int) -> str:
+        if value in self.graph.constants:
+            return self._bind(self.graph.constants[value], "constant")
+        return self._variable(value)
+
+    def _text(self, argument: Any) -> str:
+        if isinstance(argument, Ref):
+            return self._read(argument.value)
+        if argument is None or isinstance(argument, bool | int | str) or type(argument) is float:
+            return repr(argument)
+        if isinstance(argument, list):
+            return f"[{', '.join(self._text(item) for item in argument)}]"
+        if isinstance(argument, tuple):
+            return f"({''.join(f'{self._text(item)}, ' for item in argument)})"
+        if isinstance(argument, dict):
+            return "{" + ", ".join(f"{key!r}: {self._text(item)}" for key, item in argument.items()) + "}"
+        if isinstance(argument, slice):
+            return f"slice({', '.join(self._text(part) for part in (argument.start, argument.stop, argument.step))})"
+        return self._bind(argument, type(argument).__name__)
+
+    def _bind(self, thing: Any, label: str) -> str:
+        """A name in the function's scope for an object that has no literal."""
+        if id(thing) not in self.named:
+            name = f"{label}_{len(self.named)}"
+            self.named[id(thing)] = name
+            self.scope[name] = thing
+        return self.named[id(thing)]
+
+
+def _label(target: Any) -> str:
+    text = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "call")
+    return "".join(letter if letter.isalnum() else "_" for letter in text).strip("_")

@@ -1,0 +1,165 @@
+"""What `encore.compile` can be told, checked before anything is traced."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from encore.errors import OptionError, listed
+
+LOWERINGS = ("eager",)
+DEFAULT_OVERHEAD = 0.05
+UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+ACCEPTED_BUDGETS = "a positive number of bytes, '2GiB', '500MB', '60%' (of the unplanned peak) or 'min'"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An upper bound on `resident + step_peak`: absolute, a share of the unplanned peak, or the lowest reachable."""
+
+    bytes: int | None = None
+    share: float | None = None
+
+    def resolve(self, unplanned: int, floor: int) -> int:
+        """The bound in bytes for a step that takes `unplanned` bytes as it is and `floor` at the least."""
+        if self.bytes is not None:
+            return self.bytes
+        if self.share is not None:
+            return math.floor(self.share * unplanned)
+        return floor
+
+    def __str__(self) -> str:
+        if self.bytes is not None:
+            return f"{self.bytes} bytes"
+        return "min" if self.share is None else f"{self.share:.4g} of the unplanned peak"
+
+
+def parse_budget(budget: int | float | str | Budget) -> Budget:
+    """Read a budget as users write it."""
+    if isinstance(budget, Budget):
+        return budget
+    if isinstance(budget, str):
+        return _parse_budget_text(budget)
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise OptionError(f"budget={budget!r} is not a budget; give {ACCEPTED_BUDGETS}")
+    if not math.isfinite(budget) or budget < 1:
+        raise OptionError(f"budget={budget!r} is not positive; give {ACCEPTED_BUDGETS}")
+    return Budget(bytes=int(budget))
+
+
+def _parse_budget_text(text: str) -> Budget:
+    stripped = text.strip()
+    if stripped.lower() == "min":
+        return Budget()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)", stripped)
+    unit = match.group(2).upper() if match else None
+    if match is None or (unit != "%" and unit not in UNITS):
+        raise OptionError(f"budget={text!r} cannot be read; give {ACCEPTED_BUDGETS}")
+    number = float(match.group(1))
+    if number <= 0 or (unit != "%" and int(number * UNITS[unit]) < 1):
+        raise OptionError(f"budget={text!r} is not positive; give {ACCEPTED_BUDGETS}")
+    if unit == "%":
+        return Budget(share=number / 100)
+    return Budget(bytes=int(number * UNITS[unit]))
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is compiled. Either `budget` or `overhead` steers the plan, never both."""
+
+    budget: Budget | None = None
+    """Upper bound on resident + step_peak; the fastest plan that fits is taken."""
+
+    overhead: float | None = None
+    """Extra step time allowed, as a fraction; the smallest peak within it is taken. 0.05 where nothing is said."""
+
+    resident: int = 0
+    """Bytes alive beside parameters, buffers and inputs that the budget must leave room for (optimizer state)."""
+
+    lowering: str = "eager"
+    """How the schedule runs: "eager" calls PyTorch's own operators one by one."""
+
+    recompile_limit: int = 16
+    """How many shapes (or other variants) of one model are planned before the rest runs as plain eager PyTorch."""
+
+    @property
+    def allowed_overhead(self) -> float:
+        return DEFAULT_OVERHEAD if self.overhead is None else self.overhead
+
+
+def make_options(given: Mapping[str, Any]) -> Options:
+    """Check what the user gave and fill in the rest. `optimizer=` becomes `resident` bytes."""
+    known = {field.name for field in dataclasses.fields(Options)} | {"optimizer"}
+    unknown = set(given) - known
+    if unknown:
+        raise OptionError(f"unknown option {listed(unknown)}; encore.compile accepts {listed(known)}")
+    chosen = {name: value for name, value in given.items() if value is not None}
+    optimizer = chosen.pop("optimizer", None)
+    if "budget" in chosen and "overhead" in chosen:
+        raise OptionError("budget= and overhead= exclude each other; give one of them")
+    if "budget" in chosen:
+        chosen["budget"] = parse_budget(chosen["budget"])
+    _check_number(chosen, "overhead", float, 0, "a fraction of at least 0, such as 0.05")
+    _check_number(chosen, "resident", int, 0, "bytes, at least 0")
+    _check_number(chosen, "recompile_limit", int, 1, "a count of at least 1")
+    if chosen.get("lowering", LOWERINGS[0]) not in LOWERINGS:
+        raise OptionError(f"lowering={chosen['lowering']!r} does not exist; it can be {listed(LOWERINGS)}")
+    if optimizer is not None:
+        chosen["resident"] = chosen.get("resident", 0) + optimizer_bytes(optimizer)
+    return Options(**chosen)
+
+
+def _check_number(chosen: Mapping[str, Any], name: str, kind: type, least: float, accepted: str) -> None:
+    if name not in chosen:
+        return
+    value = chosen[name]
+    fits = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    if not fits or not math.isfinite(value) or value < least:
+        raise OptionError(f"{name}={value!r} is not accepted; give {accepted}")
+
+
+STATE_PER_PARAMETER = {"SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1}
+
+
+def optimizer_bytes(optimizer: Any) -> int:
+    """Bytes of the optimizer's state: as it stands, or as its class will allocate at its first step."""
+    import torch
+
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(f"optimizer={optimizer!r} is not a torch.optim.Optimizer; give one, or resident= in bytes")
+    held = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for state in optimizer.state.values()
+        for tensor in state.values()
+        if isinstance(tensor, torch.Tensor)
+    }
+    if held:
+        return sum(held.values())
+    return sum(
+        parameter.untyped_storage().nbytes() * _copies(optimizer, group)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
+
+
+def _copies(optimizer: Any, group: Mapping[str, Any]) -> int:
+    """How many parameter-sized tensors this optimizer keeps for a group."""
+    name = type(optimizer).__name__
+    if name not in STATE_PER_PARAMETER:
+        raise OptionError(
+            f"the state that {name} will allocate is not known before its first step; "
+            f"pass resident= in bytes, or one of {listed(STATE_PER_PARAMETER)}"
+        )
+    momentum = name in ("SGD", "RMSprop") and group.get("momentum", 0) != 0
+    centered = name == "RMSprop" and group.get("centered", False)
+    amsgrad = bool(group.get("amsgrad", False))
+    return STATE_PER_PARAMETER[name] + momentum + centered + amsgrad

@@ -1,0 +1,36 @@
+"""A plan: one decision for every feature map of a graph, with what it predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from encore.graph import Graph
+from encore.plan.decisions import Decision, Keep
+from encore.schedule import Schedule, Timeline, schedule_step, simulate
+from encore.schedule.simulate import Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Decisions by value, the schedule that carries them out, and what it will hold."""
+
+    name: str
+    decisions: Mapping[int, Decision]
+    schedule: Schedule
+    timeline: Timeline
+    overhead: float = 0.0
+    """Predicted extra time over keeping everything, as a fraction."""
+
+
+def keep_everything(graph: Graph, workspace: Workspace) -> Plan:
+    """The plan that changes nothing: every feature map stays in memory."""
+    schedule = schedule_step(graph)
+    external = graph.external
+    feature_maps = [value for value in schedule.saved if graph.values[value].storage not in external]
+    return Plan(
+        name="keep everything",
+        decisions={value: Keep() for value in feature_maps},
+        schedule=schedule,
+        timeline=simulate(schedule, workspace),
+    )

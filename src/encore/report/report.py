@@ -1,0 +1,239 @@
+"""What a step takes and what was decided, as data: `Report` after the first step, `Estimate` before it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from encore.errors import BudgetError
+from encore.graph import Graph, Role
+from encore.options import Budget, Options, parse_budget
+from encore.plan.budget import budget_error
+from encore.report.table import render
+from encore.schedule import Kind, Timeline
+
+if TYPE_CHECKING:
+    from encore.capture.session import CapturedGraph, PlainGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A step, predicted."""
+
+    step_peak: int
+    """Most bytes the step holds at once, gradients included, above what was alive when it began."""
+    saved: int
+    """Bytes alive between forward and backward."""
+    overhead: float
+    """Extra time over the unplanned step, as a fraction."""
+    at_peak: dict[str, int]
+    """Bytes alive at the worst moment, by kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRow:
+    """What becomes of one feature map."""
+
+    value: str
+    module: str
+    source: str
+    shape: tuple[int, ...]
+    bytes: int
+    action: str
+    why: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRow:
+    """One graph of the step; a model that breaks has several."""
+
+    name: str
+    operators: int
+    step_peak: int
+    saved: int
+    break_reason: str
+    break_line: str
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a step takes, and what was decided. `print` it, or take `to_json()`."""
+
+    name: str
+    resident: int
+    """Bytes of parameters, buffers and inputs, and of what `resident=` or `optimizer=` added."""
+    unplanned: Prediction
+    planned: Prediction
+    decisions: tuple[DecisionRow, ...]
+    graphs: tuple[GraphRow, ...]
+    plain: tuple[str, ...]
+    """Parts that run as plain PyTorch, and why."""
+    lowering: str
+
+    @classmethod
+    def of(
+        cls, name: str, graphs: Sequence[CapturedGraph], options: Options, plain: Sequence[PlainGraph] = ()
+    ) -> Report:
+        """Put the graphs of one step together."""
+        distinct = list({id(graph): graph for graph in graphs}.values())
+        return cls(
+            name=name,
+            resident=_resident([graph.plan.schedule.graph for graph in distinct]) + options.resident,
+            unplanned=_predict(graphs, [graph.unplanned.timeline for graph in graphs], 0.0),
+            planned=_predict(
+                graphs, [graph.plan.timeline for graph in graphs], max(graph.plan.overhead for graph in graphs)
+            ),
+            decisions=tuple(row for graph in distinct for row in _decisions(graph)),
+            graphs=tuple(_graph_row(graph) for graph in graphs),
+            plain=tuple(f"{part.name}: {part.reason}" for part in plain),
+            lowering=options.lowering,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"encore_report": 1, **dataclasses.asdict(self)}
+
+    def to_json(self) -> str:
+        """The whole report as JSON; `encore_report` is the version of its layout."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A step that has not run: what it would take, and which budgets it would fit."""
+
+    report: Report
+    captured: tuple[CapturedGraph, ...]
+    options: Options
+
+    @property
+    def resident(self) -> int:
+        return self.report.resident
+
+    @property
+    def unplanned(self) -> Prediction:
+        return self.report.unplanned
+
+    @property
+    def floor(self) -> int:
+        """Lowest reachable resident + step_peak."""
+        return min(total for total, _ in self.pareto)
+
+    @property
+    def pareto(self) -> tuple[tuple[int, float], ...]:
+        """Every plan worth having: (resident + step_peak in bytes, overhead), fastest first."""
+        return ((self.resident + self.report.planned.step_peak, self.report.planned.overhead),)
+
+    def fits(self, budget: int | float | str | Budget) -> bool:
+        """Is there a plan within the budget?"""
+        return self.floor <= self._limit(parse_budget(budget))
+
+    def plan(self, budget: int | float | str | Budget) -> Report:
+        """The report of the plan this budget would get; raises `BudgetError` where there is none."""
+        asked = parse_budget(budget)
+        if not self.fits(asked):
+            raise self._refusal(asked)
+        return self.report
+
+    def _limit(self, budget: Budget) -> int:
+        return budget.resolve(self.resident + self.unplanned.step_peak, self.floor)
+
+    def _refusal(self, budget: Budget) -> BudgetError:
+        largest = max(self.captured, key=lambda graph: graph.plan.timeline.step_peak)
+        return budget_error(largest.plan, budget, self._limit(budget), self.floor)
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+
+# -- from graphs to numbers ------------------------------------------------------------------------------------------
+
+
+def _predict(graphs: Sequence[CapturedGraph], timelines: Sequence[Timeline], overhead: float) -> Prediction:
+    """Stack the graphs of a step: forwards in order, backwards in reverse, each on top of what the others hold."""
+    saved_before = [0]
+    for timeline in timelines:
+        saved_before.append(saved_before[-1] + timeline.saved)
+    left_behind = 0
+    worst, worst_graph = -1, 0
+    for index in reversed(range(len(timelines))):
+        timeline = timelines[index]
+        forward = max((moment.peak for moment in timeline.moments if moment.phase == "forward"), default=0)
+        rest = max(moment.peak for moment in timeline.moments if moment.phase != "forward")
+        peak = saved_before[index] + max(forward, rest + left_behind)
+        if peak > worst:
+            worst, worst_graph = peak, index
+        passed_on = _gradients_passed_on(graphs[index].plan.schedule.graph) if index else 0
+        left_behind += timeline.moments[-1].live - passed_on
+    at_peak = _kinds_at_worst(timelines[worst_graph])
+    others = worst - timelines[worst_graph].step_peak
+    if others:
+        at_peak["other graphs"] = others
+    return Prediction(step_peak=worst, saved=saved_before[-1], overhead=overhead, at_peak=at_peak)
+
+
+def _gradients_passed_on(graph: Graph) -> int:
+    """Gradients of inputs: the graph before counts them as its tangents."""
+    pairs = zip(graph.primals, graph.gradients, strict=False)
+    return sum(
+        graph.values[gradient].bytes
+        for primal, gradient in pairs
+        if gradient is not None and graph.values[primal].role is not Role.PARAMETER
+    )
+
+
+def _kinds_at_worst(timeline: Timeline) -> dict[str, int]:
+    by_kind = dict(zip(Kind, timeline.moments[timeline.worst].by_kind, strict=True))
+    by_kind[Kind.WORKSPACE] = timeline.workspace_at_worst
+    return {kind.value: size for kind, size in by_kind.items() if kind not in (Kind.PARAMETER, Kind.INPUT)}
+
+
+def _resident(graphs: Sequence[Graph]) -> int:
+    """Parameters and buffers of all graphs, and the inputs of the first: later ones get theirs from the step."""
+    sizes: dict[str, int] = {}
+    for index, graph in enumerate(graphs):
+        for storage in graph.external:
+            value = graph.values[graph.storages[storage].values[0]]
+            owned = value.role in (Role.PARAMETER, Role.BUFFER)
+            if owned or index == 0:
+                sizes[f"{index}:{storage}"] = graph.storages[storage].bytes
+    return sum(sizes.values())
+
+
+def _decisions(captured: CapturedGraph) -> list[DecisionRow]:
+    graph = captured.plan.schedule.graph
+    rows = []
+    for value_id, decision in captured.plan.decisions.items():
+        value, producer = graph.values[value_id], graph.producer(value_id)
+        rows.append(
+            DecisionRow(
+                value=value.name,
+                module=producer.module if producer else "",
+                source=producer.source if producer else "",
+                shape=value.shape,
+                bytes=graph.bytes_of(value_id),
+                action=decision.action,
+                why=decision.why,
+                seconds=0.0,
+            )
+        )
+    return rows
+
+
+def _graph_row(captured: CapturedGraph) -> GraphRow:
+    return GraphRow(
+        name=captured.name,
+        operators=len(captured.plan.schedule.graph.ops),
+        step_peak=captured.plan.timeline.step_peak,
+        saved=captured.plan.timeline.saved,
+        break_reason=captured.break_reason,
+        break_line=captured.break_line,
+        seconds=dict(captured.seconds),
+    )

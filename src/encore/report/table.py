@@ -1,0 +1,98 @@
+"""A report as text: totals, graphs, and the decision table in which repeated layers and time steps fold."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from encore.report.format import bytes_text
+
+if TYPE_CHECKING:
+    from encore.report.report import DecisionRow, Report
+
+WIDTH = 118
+LISTED_ROWS = 40
+NUMBER = re.compile(r"\d+")
+
+
+def render(report: Report) -> str:
+    """The whole report, ready to print."""
+    parts = [_totals(report), _graphs(report), _decisions(report)]
+    return "\n".join(part for part in parts if part)
+
+
+def _totals(report: Report) -> str:
+    unplanned, planned = report.unplanned, report.planned
+    lines = [
+        f"Encore: {report.name} ({report.lowering} lowering)",
+        f"  resident          {bytes_text(report.resident):>11}   parameters, buffers, inputs",
+        f"  step peak         {bytes_text(planned.step_peak):>11}   predicted; unplanned {bytes_text(unplanned.step_peak)}",
+        f"  saved for backward{bytes_text(planned.saved):>11}",
+        f"  overhead          {planned.overhead:>10.1%}    predicted extra time",
+    ]
+    at_peak = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in planned.at_peak.items() if size)
+    return "\n".join([*lines, f"  at the peak       {at_peak}"])
+
+
+def _graphs(report: Report) -> str:
+    """Only where there is something to tell: several graphs, or parts that run as plain PyTorch."""
+    lines = []
+    if len(report.graphs) > 1:
+        for graph in report.graphs:
+            why = f"; ends at {graph.break_line}: {graph.break_reason}" if graph.break_reason else ""
+            lines.append(f"  {graph.name}: {graph.operators} operators, peak {bytes_text(graph.step_peak)}{why}")
+    lines += [f"  plain PyTorch: {part}" for part in report.plain]
+    return "\n".join(lines)
+
+
+def _decisions(report: Report) -> str:
+    folded = fold(report.decisions)
+    if not folded:
+        return ""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("bytes", "times", "action", "module", "shape", "line", "why"):
+        table.add_column(heading, justify="right" if heading in ("bytes", "times") else "left", overflow="fold")
+    for row, times, module in folded[:LISTED_ROWS]:
+        table.add_row(
+            bytes_text(row.bytes * times), f"x{times}", row.action, module or "(model)",
+            "x".join(map(str, row.shape)) or "scalar", row.source, row.why,
+        )  # fmt: skip
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=WIDTH, color_system=None, highlight=False)
+    console.print(table)
+    text = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+    hidden = len(folded) - LISTED_ROWS
+    return text if hidden <= 0 else f"{text}\n... and {hidden} smaller rows; to_json() has them all"
+
+
+def fold(decisions: Iterable[DecisionRow]) -> list[tuple[DecisionRow, int, str]]:
+    """Group rows that differ only in a layer's number or a time step: (first row, how many, module), largest first."""
+    groups: dict[tuple[object, ...], list[DecisionRow]] = {}
+    for row in decisions:
+        key = (NUMBER.sub("#", row.module), row.shape, row.bytes, row.source, row.action, row.why)
+        groups.setdefault(key, []).append(row)
+    folded = [(rows[0], len(rows), _common_path([row.module for row in rows])) for rows in groups.values()]
+    return sorted(folded, key=lambda item: -item[0].bytes * item[1])
+
+
+def _common_path(paths: list[str]) -> str:
+    """`layers.0.fc`, ..., `layers.5.fc` -> `layers.[0-5].fc`."""
+    numbers = [[int(digits) for digits in NUMBER.findall(path)] for path in paths]
+    pieces = NUMBER.split(paths[0])
+    text = pieces[0]
+    for position, piece in enumerate(pieces[1:]):
+        seen = sorted({row[position] for row in numbers})
+        text += str(seen[0]) if len(seen) == 1 else _ranges(seen)
+        text += piece
+    return text
+
+
+def _ranges(numbers: list[int]) -> str:
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"[{numbers[0]}-{numbers[-1]}]"
+    return f"[{','.join(map(str, numbers))}]"

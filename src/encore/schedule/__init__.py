@@ -1,0 +1,11 @@
+"""Plan + graph -> one linear stream of actions for forward and one for backward; what they hold, byte by byte.
+
+Nothing here chooses what to keep, and nothing here runs on real tensors.
+"""
+
+from encore.schedule.actions import Action, Free, Run, Schedule
+from encore.schedule.order import schedule_step
+from encore.schedule.replay import replay
+from encore.schedule.simulate import Kind, Timeline, simulate
+
+__all__ = ["Action", "Free", "Kind", "Run", "Schedule", "Timeline", "replay", "schedule_step", "simulate"]

@@ -1,0 +1,54 @@
+"""The instructions of a schedule. Each docstring reads one aloud."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from encore.graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run operator `op`; where `over` is set, write its result over the memory of that dying operand."""
+
+    op: int
+    over: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Forget `value`: its memory goes back once no other name looks at it."""
+
+    value: int
+
+
+Action = Run | Free
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step: forward starts from the primals and leaves outputs and `saved`; backward starts from `saved` and the
+    tangents and leaves the gradients. The same operator may run in both."""
+
+    graph: Graph
+    forward: tuple[Action, ...]
+    backward: tuple[Action, ...]
+    saved: tuple[int, ...]
+
+    def describe(self) -> str:
+        """The streams as text, a line an action: for eyes and golden tests."""
+        lines = []
+        for phase, actions in (("forward", self.forward), ("backward", self.backward)):
+            lines.append(f"{phase}:")
+            lines += [f"  {self._aloud(action)}" for action in actions]
+        saved = ", ".join(self.graph.values[value].name for value in self.saved)
+        return "\n".join([*lines, f"saved: {saved}"])
+
+    def _aloud(self, action: Action) -> str:
+        names = self.graph.values
+        if isinstance(action, Free):
+            return f"free {names[action.value].name}"
+        op = self.graph.ops[action.op]
+        operands = ", ".join(names[value].name for value in op.reads)
+        over = "" if action.over is None else f" over {names[action.over].name}"
+        return f"run {op.name}({operands}){over}"

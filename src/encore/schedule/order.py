@@ -1,0 +1,82 @@
+"""The order of a step in which everything is kept: eager's own, with each value freed at its last use.
+
+Forward operators keep their order. Backward operators that wait for a tangent keep theirs too; whatever else backward
+needs (a transposed weight, `1 - y` of a sigmoid) runs right before its first reader, since running it early would
+only hold memory. Of the values that cross, the owner of the memory is saved and its views are taken again in
+backward: a view costs a microsecond and no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from encore.graph import Graph, Op, OpClass
+from encore.schedule.actions import Action, Free, Run, Schedule
+from encore.schedule.reuse import write_over_dying
+
+
+def schedule_step(graph: Graph) -> Schedule:
+    """The keep-everything schedule of a step."""
+    forward = [op for op in graph.ops if op.forward]
+    backward, saved = order_backward(graph)
+    outputs = {value for value in graph.outputs if value is not None}
+    gradients = {value for value in graph.gradients if value is not None}
+    constants = set(graph.constants)
+    return Schedule(
+        graph=graph,
+        forward=free_at_last_use(graph, forward, graph.primals, keep=outputs | set(saved) | constants),
+        backward=free_at_last_use(graph, backward, (*saved, *graph.tangents), keep=gradients | constants),
+        saved=saved,
+    )
+
+
+def order_backward(graph: Graph) -> tuple[list[Op], tuple[int, ...]]:
+    """Backward's operators in order, and the values it takes from forward."""
+    order: list[Op] = []
+    saved: dict[int, None] = {}
+    available = {*graph.tangents, *graph.constants}
+
+    def provide(values: Iterable[int]) -> None:
+        """Make the values available: by running what makes them, or from forward."""
+        pending = list(values)
+        while pending:
+            value = pending[-1]
+            producer = graph.producer(value)
+            if value in available:
+                pending.pop()
+            elif producer is None or (producer.forward and producer.kind is not OpClass.VIEW):
+                saved[value] = None
+                available.add(value)
+                pending.pop()
+            else:
+                missing = [operand for operand in producer.reads if operand not in available]
+                if missing:
+                    pending.extend(missing)
+                else:
+                    pending.pop()
+                    order.append(producer)
+                    available.update(written for written in producer.writes if written is not None)
+
+    waiting = set(graph.tangents)
+    for op in graph.ops:
+        if not op.forward and waiting.intersection(op.reads):
+            waiting.update(value for value in op.writes if value is not None)
+            provide(op.reads)
+            order.append(op)
+            available.update(value for value in op.writes if value is not None)
+    provide(value for value in graph.gradients if value is not None)
+    return order, tuple(saved)
+
+
+def free_at_last_use(graph: Graph, ops: Sequence[Op], given: Iterable[int], keep: set[int]) -> tuple[Action, ...]:
+    """The operators as a stream, each name forgotten right after its last use (or its birth, if it has none)."""
+    given = tuple(given)
+    last_use = {value: position for position, op in enumerate(ops) for value in op.reads}
+    over = write_over_dying(graph, ops, last_use, frozenset(given), frozenset(keep))
+    actions: list[Action] = [Free(value) for value in given if value not in last_use and value not in keep]
+    for position, op in enumerate(ops):
+        actions.append(Run(op.id, over.get(position)))
+        dying = [value for value in op.reads if last_use[value] == position and value not in keep]
+        unread = [value for value in op.writes if value is not None and value not in last_use and value not in keep]
+        actions += [Free(value) for value in (*dying, *unread)]
+    return tuple(actions)

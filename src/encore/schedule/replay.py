@@ -1,0 +1,177 @@
+"""An independent check of every schedule: execute the stream abstractly and believe nothing the scheduler says.
+
+It shares no code with the simulator. Memory is modelled as blocks; names point to blocks, and people outside the
+schedule may hold blocks too. Rejected: a use before definition, a use after free, a read of memory that was written
+over, a write over memory that belongs to somebody else, a free of what is not there, a name left behind (a leak), a
+result that is missing, a byte over the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from encore.errors import IllegalGraphError
+from encore.graph import Graph, Op
+from encore.schedule.actions import Action, Free, Run, Schedule
+
+
+@dataclass(slots=True)
+class _Block:
+    """A piece of memory: how many look at it, how often it was written, whether the schedule may write over it."""
+
+    bytes: int
+    looks: int = 0
+    writes: int = 0
+    ours: bool = True
+
+
+class _Machine:
+    def __init__(self, graph: Graph, limit: int | None, workspace: Callable[[Graph, Op], int]) -> None:
+        self.graph = graph
+        self.limit = limit
+        self.workspace = workspace
+        self.names: dict[int, tuple[_Block, int]] = {}
+        """Value -> its block, and how often that had been written when the value was made."""
+        self.live = 0
+        self.highest = 0
+
+    def give(self, values: Iterable[int], *, charged: bool) -> None:
+        """Bring values in from outside, which keeps holding them; aliases of one storage share a block."""
+        blocks: dict[int, _Block] = {}
+        for value in values:
+            block = self._block_in(blocks, value, charged)
+            block.ours = False
+            self._look(block)
+            self._define(value, block)
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Free):
+                if action.value not in self.names:
+                    self._fail(f"free of {self._name(action.value)}, which is not there")
+                self._forget(action.value)
+            else:
+                self._run(action)
+
+    def expect_exactly(self, values: set[int], phase: str) -> None:
+        for value in values:
+            if value not in self.names:
+                self._fail(f"{phase} ends without {self._name(value)}")
+            self._check_intact(value, f"{phase} hands over")
+        left = set(self.names) - values
+        if left:
+            self._fail(f"{phase} leaks {self._name(min(left))}")
+
+    def hand_out(self, values: Iterable[int]) -> None:
+        """Somebody outside keeps these from now on."""
+        for value in values:
+            block, _ = self.names[value]
+            block.ours = False
+            self._look(block)
+
+    def return_from_forward(self, keep: set[int]) -> None:
+        """Forward's own names go; what is kept must not be written over, since backward may run twice."""
+        for value in set(self.names) - keep:
+            self._forget(value)
+        for block, _ in self.names.values():
+            block.ours = False
+
+    def check_limit(self, extra: int, where: str) -> None:
+        self.highest = max(self.highest, self.live + extra)
+        if self.limit is not None and self.live + extra > self.limit:
+            self._fail(f"{self.live + extra} bytes alive {where}, over the limit of {self.limit}")
+
+    # -- one operator ------------------------------------------------------------------------------------------------
+
+    def _run(self, action: Run) -> None:
+        op = self.graph.ops[action.op]
+        for value in op.reads:
+            if value not in self.names:
+                self._fail(f"{op.name} reads {self._name(value)}, which is not there (never made, or freed)")
+            self._check_intact(value, f"{op.name} reads")
+        results = [value for value in op.writes if value is not None]
+        if action.over is not None:
+            self._define(results[0], self._written_over(op, action.over, results))
+        else:
+            blocks = {
+                storage: self.names[value][0]
+                for value in op.reads
+                if (storage := self.graph.values[value].storage) is not None
+            }
+            for value in results:
+                self._define(value, self._block_in(blocks, value, charged=True))
+        self.check_limit(self.workspace(self.graph, op), f"while {op.name} runs")
+
+    def _written_over(self, op: Op, operand: int, results: list[int]) -> _Block:
+        if operand not in op.reads or len(results) != 1:
+            self._fail(f"{op.name} cannot write over {self._name(operand)}")
+        block, _ = self.names[operand]
+        needed = self.graph.bytes_of(results[0])
+        if not block.ours:
+            self._fail(f"{op.name} writes over {self._name(operand)}, which somebody else holds")
+        if block.bytes != needed:
+            self._fail(f"{op.name} writes {needed} bytes over a block of {block.bytes}")
+        block.writes += 1
+        return block
+
+    # -- names and blocks --------------------------------------------------------------------------------------------
+
+    def _block_in(self, blocks: dict[int, _Block], value: int, charged: bool) -> _Block:
+        storage = self.graph.values[value].storage
+        if storage is None:
+            return _Block(0)
+        if storage not in blocks:
+            blocks[storage] = _Block(self.graph.storages[storage].bytes if charged else 0)
+        return blocks[storage]
+
+    def _define(self, value: int, block: _Block) -> None:
+        if value in self.names:
+            self._fail(f"{self._name(value)} is made while it is still there")
+        self.names[value] = (block, block.writes)
+        self._look(block)
+
+    def _forget(self, value: int) -> None:
+        block, _ = self.names.pop(value)
+        block.looks -= 1
+        if block.looks == 0:
+            self.live -= block.bytes
+
+    def _look(self, block: _Block) -> None:
+        if block.looks == 0:
+            self.live += block.bytes
+        block.looks += 1
+
+    def _check_intact(self, value: int, who: str) -> None:
+        block, writes = self.names[value]
+        if block.writes != writes:
+            self._fail(f"{who} {self._name(value)}, whose memory was written over")
+
+    def _name(self, value: int) -> str:
+        return self.graph.values[value].name
+
+    def _fail(self, message: str) -> None:
+        raise IllegalGraphError(f"illegal schedule: {message}")
+
+
+def replay(
+    schedule: Schedule, *, limit: int | None = None, workspace: Callable[[Graph, Op], int] = lambda graph, op: 0
+) -> int:
+    """Execute the schedule abstractly; raise `IllegalGraphError` at its first fault; return the highest live bytes."""
+    graph = schedule.graph
+    machine = _Machine(graph, limit, workspace)
+    constants, saved = set(graph.constants), set(schedule.saved)
+    outputs = {value for value in graph.outputs if value is not None}
+    gradients = {value for value in graph.gradients if value is not None}
+
+    machine.give((*graph.primals, *graph.constants), charged=False)
+    machine.follow(schedule.forward)
+    machine.expect_exactly(outputs | saved | constants, "forward")
+    machine.hand_out(graph.returned)
+    machine.return_from_forward(keep=saved | constants)
+
+    machine.give(graph.tangents, charged=True)
+    machine.check_limit(0, "when backward begins")
+    machine.follow(schedule.backward)
+    machine.expect_exactly(gradients | constants, "backward")
+    return machine.highest

@@ -1,0 +1,244 @@
+"""What a schedule holds, byte by byte: storages alive after every action, by kind, and the worst moment.
+
+A storage is alive while a name looks at it, whoever holds the name: the schedule, the user (outputs), autograd
+(tangents for the whole of backward, gradients from then on). Parameters, buffers and inputs were alive before the step
+and are not part of its peak. On CPU this matches the allocator to the byte.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from encore.graph import Graph, Op, Role
+from encore.schedule.actions import Action, Free, Schedule
+
+Workspace = Callable[[Graph, Op], int]
+
+
+class Kind(enum.Enum):
+    """What a live byte is there for."""
+
+    PARAMETER = "parameter"
+    INPUT = "input"
+    GRADIENT = "gradient"
+    FEATURE_MAP = "feature map"
+    OUTPUT = "output"
+    TEMPORARY = "temporary"
+    WORKSPACE = "workspace"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The state right after one action, and the most that was alive while it ran."""
+
+    phase: str
+    action: Action | None
+    live: int
+    peak: int
+    by_kind: tuple[int, ...]
+    """Live bytes in the order of `Kind`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A simulated step. Bytes are those the step allocates; what was there before is in `resident`."""
+
+    moments: tuple[Moment, ...]
+    resident: int
+    saved: int
+    """Bytes alive between forward and backward."""
+    worst: int
+    """Position of the worst moment."""
+    alive_at_worst: tuple[int, ...]
+    """Storages alive at the worst moment, largest first."""
+    workspace_at_worst: int
+
+    @property
+    def step_peak(self) -> int:
+        return self.moments[self.worst].peak
+
+
+def simulate(schedule: Schedule, workspace: Workspace = lambda graph, op: 0) -> Timeline:
+    """Walk the schedule once, forward then backward."""
+    walk = _Walk(schedule, workspace)
+    graph = schedule.graph
+    walk.phase("forward", schedule.forward, given=graph.primals)
+    walk.hold(graph.returned)
+    walk.release_names(keep=schedule.saved)
+    walk.note("between", None, 0)
+    saved = walk.live
+    walk.hold(graph.tangents)
+    walk.phase("backward", schedule.backward, given=(*schedule.saved, *graph.tangents))
+    walk.hold_gradients()
+    return walk.timeline(saved)
+
+
+class _Walk:
+    def __init__(self, schedule: Schedule, workspace: Workspace) -> None:
+        self.graph = schedule.graph
+        self.workspace = workspace
+        self.external = self.graph.external
+        self.storage_of = [value.storage for value in self.graph.values]
+        self.kind_of = _kinds(schedule)
+        self.kind_index = {kind: index for index, kind in enumerate(Kind)}
+        self.looks: dict[int, int] = {}
+        self.names: dict[int, None] = {}
+        self.by_kind = [0] * len(Kind)
+        self.live = 0
+        self.resident = self._count_resident()
+        self.moments: list[Moment] = []
+        self.worst = 0
+        self.worst_peak = -1
+        self.workspace_at_worst = 0
+        self.looks_at_worst: dict[int, int] = {}
+
+    def phase(self, name: str, actions: Sequence[Action], given: Iterable[int]) -> None:
+        for value in given:
+            if value not in self.names:
+                self._bind(value)
+        for action in actions:
+            if isinstance(action, Free):
+                self._unbind(action.value)
+                self.note(name, action, 0)
+            else:
+                op = self.graph.ops[action.op]
+                if action.over is not None:
+                    self._take_over(action.over, op)
+                for value in op.writes:
+                    if value is not None:
+                        self._bind(value)
+                self.note(name, action, self.workspace(self.graph, op))
+
+    def note(self, phase: str, action: Action | None, workspace: int) -> None:
+        peak = self.live + workspace
+        if peak > self.worst_peak:
+            self.worst, self.worst_peak = len(self.moments), peak
+            self.workspace_at_worst = workspace
+            self.looks_at_worst = dict(self.looks)
+        self.moments.append(Moment(phase, action, self.live, peak, tuple(self.by_kind)))
+
+    def hold(self, values: Iterable[int]) -> None:
+        """Somebody outside keeps these from now on."""
+        for value in values:
+            self._look(self.storage_of[value])
+
+    def release_names(self, keep: Iterable[int]) -> None:
+        """Forward returns: its frame goes, what it hands over stays."""
+        kept = set(keep)
+        for value in [value for value in self.names if value not in kept]:
+            self._unbind(value)
+
+    def hold_gradients(self) -> None:
+        """Backward returns. A gradient that PyTorch cannot take as it is (shared, or laid out differently from its
+        parameter) is copied, one after the other."""
+        seen: set[int] = {storage for value in self.graph.tangents if (storage := self.storage_of[value]) is not None}
+        seen |= self.external
+        for primal, value in zip(self.graph.primals, self.graph.gradients, strict=False):
+            if value is None or (storage := self.storage_of[value]) is None:
+                continue
+            copied = storage in seen or not _same_layout(self.graph, primal, value)
+            if copied and self.graph.values[primal].role is Role.PARAMETER:
+                size = self.graph.values[primal].bytes
+                self.live += size
+                self.by_kind[self.kind_index[Kind.GRADIENT]] += size
+                self.note("end", None, 0)
+                if storage not in seen:
+                    self._unbind(value)
+            seen.add(storage)
+        self.note("end", None, 0)
+
+    def timeline(self, saved: int) -> Timeline:
+        alive = [storage for storage, looks in self.looks_at_worst.items() if looks and storage not in self.external]
+        alive.sort(key=lambda storage: -self.graph.storages[storage].bytes)
+        return Timeline(
+            moments=tuple(self.moments),
+            resident=self.resident,
+            saved=saved,
+            worst=self.worst,
+            alive_at_worst=tuple(alive),
+            workspace_at_worst=self.workspace_at_worst,
+        )
+
+    # -- names and storages ------------------------------------------------------------------------------------------
+
+    def _bind(self, value: int) -> None:
+        if value not in self.names:
+            self.names[value] = None
+            self._look(self.storage_of[value])
+
+    def _unbind(self, value: int) -> None:
+        if value in self.names:
+            del self.names[value]
+            self._look_away(self.storage_of[value])
+
+    def _take_over(self, operand: int, op: Op) -> None:
+        """The result and its later views live in the operand's storage."""
+        (result,) = op.writes
+        assert result is not None
+        old, new = self.storage_of[result], self.storage_of[operand]
+        assert old is not None and new is not None
+        for value in self.graph.storages[old].values:
+            self.storage_of[value] = new
+        if self.kind_of[old] is not self.kind_of[new]:
+            self._change_kind(new, self.kind_of[old])
+
+    def _change_kind(self, storage: int, kind: Kind) -> None:
+        size = self.graph.storages[storage].bytes
+        self.by_kind[self.kind_index[self.kind_of[storage]]] -= size
+        self.by_kind[self.kind_index[kind]] += size
+        self.kind_of[storage] = kind
+
+    def _look(self, storage: int | None) -> None:
+        if storage is None:
+            return
+        looks = self.looks.get(storage, 0)
+        self.looks[storage] = looks + 1
+        if looks == 0 and storage not in self.external:
+            self._add(storage, self.graph.storages[storage].bytes)
+
+    def _look_away(self, storage: int | None) -> None:
+        if storage is None:
+            return
+        self.looks[storage] -= 1
+        if self.looks[storage] == 0 and storage not in self.external:
+            self._add(storage, -self.graph.storages[storage].bytes)
+
+    def _add(self, storage: int, size: int) -> None:
+        self.live += size
+        self.by_kind[self.kind_index[self.kind_of[storage]]] += size
+
+    def _count_resident(self) -> int:
+        total = 0
+        for storage in self.external:
+            size = self.graph.storages[storage].bytes
+            self.by_kind[self.kind_index[self.kind_of[storage]]] += size
+            total += size
+        return total
+
+
+def _kinds(schedule: Schedule) -> dict[int, Kind]:
+    """What each storage is there for; the first description that fits."""
+    graph = schedule.graph
+    kinds = dict.fromkeys(range(len(graph.storages)), Kind.TEMPORARY)
+
+    def mark(values: Iterable[int | None], kind: Kind) -> None:
+        for value in values:
+            if value is not None and (storage := graph.values[value].storage) is not None:
+                kinds[storage] = kind
+
+    mark(graph.outputs, Kind.OUTPUT)
+    mark(schedule.saved, Kind.FEATURE_MAP)
+    mark((*graph.gradients, *graph.tangents), Kind.GRADIENT)
+    mark((*graph.primals, *graph.constants), Kind.INPUT)
+    owned = (Role.PARAMETER, Role.BUFFER)
+    mark((value for value in graph.primals if graph.values[value].role in owned), Kind.PARAMETER)
+    return kinds
+
+
+def _same_layout(graph: Graph, primal: int, gradient: int) -> bool:
+    """Would autograd take this gradient without a copy?"""
+    parameter, value = graph.values[primal], graph.values[gradient]
+    strides = zip(parameter.shape, parameter.stride, value.stride, strict=True)
+    return parameter.shape == value.shape and all(size == 1 or mine == its for size, mine, its in strides)

@@ -1,0 +1,154 @@
+"""`encore.verify`: a planned step against plain eager PyTorch, number by number.
+
+Both run on the same parameters, buffers and random state, with the same made-up gradients for the outputs; outputs,
+gradients of parameters and inputs, and buffers afterwards are compared. The model, its gradients and the generators
+are left as they were found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from encore.api import compiled_call
+from encore.errors import OptionError, VerificationError
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was compared, and how close it is."""
+
+    compared: int
+    """Tensors compared."""
+    bit_equal: bool
+    largest_difference: float
+    """Largest absolute difference found, 0.0 where everything is bit-equal."""
+
+    def __str__(self) -> str:
+        how = "bit for bit" if self.bit_equal else f"within {self.largest_difference:.3g}"
+        return f"{self.compared} tensors equal eager's {how}"
+
+
+def verify(
+    model: Callable[..., Any], *args: Any, rtol: float = 0.0, atol: float = 0.0, **kwargs: Any
+) -> Verification:
+    """Run one step through Encore and one through eager; raise `VerificationError` at the first difference.
+
+    The default tolerance is none at all: the eager lowering runs the same operators in the same order.
+    """
+    call = compiled_call(model)
+    owner = model if isinstance(model, nn.Module) else None
+    with _left_as_found(owner) as restore:
+        planned = _outcome(call, owner, args, kwargs)
+        restore()
+        expected = _outcome(call.plain, owner, args, kwargs)
+    return _compare(planned, expected, rtol, atol)
+
+
+def _outcome(function: Callable[..., Any], owner: nn.Module | None, args: Any, kwargs: Any) -> Tensors:
+    """Outputs, gradients and buffers after one step, by name."""
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _leaf, (args, kwargs))
+    with torch.enable_grad():
+        outputs = function(*args, **kwargs)
+        flat = _named_tensors("output", outputs)
+        differentiable = {name: tensor for name, tensor in flat.items() if tensor.requires_grad}
+        if not differentiable:
+            raise OptionError("no output of this call depends on anything that needs a gradient; there is no step")
+        cotangents = [_cotangent(tensor, index) for index, tensor in enumerate(differentiable.values())]
+        torch.autograd.backward(list(differentiable.values()), cotangents)
+    found = {name: tensor.detach().clone() for name, tensor in flat.items()}
+    for name, tensor in _named_tensors("input", (args, kwargs)).items():
+        if tensor.grad is not None:
+            found[f"gradient of {name}"] = tensor.grad
+    if owner is not None:
+        for name, parameter in owner.named_parameters():
+            if parameter.grad is not None:
+                found[f"gradient of {name}"] = parameter.grad
+        found |= {f"buffer {name}": buffer.clone() for name, buffer in owner.named_buffers()}
+    return found
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _cotangent(tensor: torch.Tensor, index: int) -> torch.Tensor:
+    """Ones for a loss, noise for anything larger: a gradient of ones hides errors that cancel."""
+    if tensor.numel() == 1:
+        return torch.ones_like(tensor)
+    generator = torch.Generator(tensor.device).manual_seed(index)
+    noise = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device).normal_(generator=generator)
+    return noise.to(tensor.dtype)
+
+
+def _named_tensors(prefix: str, tree: Any) -> Tensors:
+    leaves, _ = pytree.tree_flatten_with_path(tree)
+    return {
+        f"{prefix}{pytree.keystr(path)}": leaf
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+@contextlib.contextmanager
+def _left_as_found(owner: nn.Module | None) -> Iterator[Callable[[], None]]:
+    """Gives a function that puts buffers, gradients and generators back; calls it in the end as well."""
+    gradients = {name: parameter.grad for name, parameter in owner.named_parameters()} if owner is not None else {}
+    buffers = {name: buffer.clone() for name, buffer in owner.named_buffers()} if owner is not None else {}
+    state = torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def begin() -> None:
+        torch.set_rng_state(state)
+        if cuda_states:
+            torch.cuda.set_rng_state_all(cuda_states)
+        if owner is not None:
+            with torch.no_grad():
+                for name, buffer in owner.named_buffers():
+                    buffer.copy_(buffers[name])
+            for parameter in owner.parameters():
+                parameter.grad = None
+
+    begin()
+    try:
+        yield begin
+    finally:
+        begin()
+        if owner is not None:
+            for name, parameter in owner.named_parameters():
+                parameter.grad = gradients[name]
+
+
+def _compare(planned: Tensors, expected: Tensors, rtol: float, atol: float) -> Verification:
+    if planned.keys() != expected.keys():
+        odd = sorted(planned.keys() ^ expected.keys())[0]
+        raise VerificationError(f"only one of the two runs has {odd}; report this as a bug of Encore")
+    largest = 0.0
+    bit_equal = True
+    for name, want in expected.items():
+        have = planned[name]
+        if have.shape != want.shape or have.dtype != want.dtype:
+            raise VerificationError(f"{name} is {have.dtype}{list(have.shape)}, eager's {want.dtype}{list(want.shape)}")
+        if _same_bits(have, want):
+            continue
+        bit_equal = False
+        difference = (have.double() - want.double()).abs()
+        largest = max(largest, float(difference.nan_to_num(nan=float("inf")).max()))
+        if not torch.allclose(have, want, rtol=rtol, atol=atol, equal_nan=True):
+            raise VerificationError(
+                f"{name} differs from eager's by up to {float(difference.max()):.3g} "
+                f"in {int((difference > 0).sum())} of {want.numel()} elements (rtol={rtol:g}, atol={atol:g})"
+            )
+    return Verification(compared=len(expected), bit_equal=bit_equal, largest_difference=largest)
+
+
+def _same_bits(have: torch.Tensor, want: torch.Tensor) -> bool:
+    return bool(torch.equal(have, want) or ((have == want) | (have.isnan() & want.isnan())).all())

@@ -1,0 +1,103 @@
+"""ResNet-50 and its deeper versions (He et al. 2016), telling noisy gratings apart.
+
+Bottlenecks carry their stride in the 3x3 convolution ("v1.5", as in torchvision), and each ReLU works in
+place, as is usual to save memory: a mutation that a compiler has to see through.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from encore.workloads.workload import Batch, Workload, batch_generator
+
+BLOCKS: dict[int, tuple[int, int, int, int]] = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+"""Bottlenecks in each of the four stages, by the depth that names the network (table 1 of the paper)."""
+
+EXPANSION = 4
+
+
+def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+    """A convolution that keeps the size but for its stride, and its BatchNorm, which makes a bias useless."""
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    return [conv, nn.BatchNorm2d(outputs)]
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions (narrow, look around, widen) around which the input is carried and added."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = EXPANSION * width
+        self.residual = nn.Sequential(
+            *convolution(inputs, width, kernel=1),
+            nn.ReLU(inplace=True),
+            *convolution(width, width, kernel=3, stride=stride),
+            nn.ReLU(inplace=True),
+            *convolution(width, outputs, kernel=1),
+        )
+        self.shortcut = (
+            nn.Identity()
+            if stride == 1 and inputs == outputs
+            else nn.Sequential(*convolution(inputs, outputs, kernel=1, stride=stride))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.residual(x) + self.shortcut(x), inplace=True)
+
+
+class ResNet(nn.Module):
+    """The whole network with its classifier; returns the mean cross entropy of the labels."""
+
+    def __init__(self, blocks: tuple[int, ...], width: int, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            *convolution(3, width, kernel=7, stride=2),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+        )
+        self.stages = nn.Sequential()
+        channels = width
+        for stage, count in enumerate(blocks):
+            stage_width = width * 2**stage
+            for block in range(count):
+                stride = 2 if stage > 0 and block == 0 else 1
+                self.stages.append(Bottleneck(channels, stage_width, stride))
+                channels = EXPANSION * stage_width
+        self.classifier = nn.Linear(channels, classes)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        features = self.stages(self.stem(images)).mean(dim=(2, 3))
+        return F.cross_entropy(self.classifier(features), labels)
+
+
+def gratings(labels: torch.Tensor, classes: int, resolution: int, generator: torch.Generator) -> torch.Tensor:
+    """Noisy stripes `[image, 3, resolution, resolution]`; each class has its own orientation and hue."""
+    count = len(labels)
+    turn = labels.view(-1, 1, 1) / classes
+    thirds = torch.arange(3).view(1, 3, 1) / 3
+    colour = 0.5 + 0.5 * torch.cos(2 * math.pi * (turn + thirds))
+    cycles = 2 + 2 * torch.rand(count, 1, 1, generator=generator)
+    phase = torch.rand(count, 1, 1, generator=generator)
+    y, x = torch.meshgrid(*[torch.linspace(0, 1, resolution)] * 2, indexing="ij")
+    across = x * torch.cos(math.pi * turn) + y * torch.sin(math.pi * turn)
+    brightness = 1 + torch.sin(2 * math.pi * (cycles * across + phase))
+    noise = torch.randn(count, 3, resolution, resolution, generator=generator)
+    return colour.unsqueeze(-1) * brightness.unsqueeze(1) + 0.5 * noise
+
+
+def workload(
+    *, batch_size: int = 16, depth: int = 50, width: int = 64, resolution: int = 128, classes: int = 10
+) -> Workload:
+    """Square images of `resolution` pixels; a batch is the images and the labels."""
+    if depth not in BLOCKS:
+        raise ValueError(f"no ResNet of depth {depth}; known depths: {', '.join(map(str, BLOCKS))}")
+
+    def batch(index: int) -> Batch:
+        generator = batch_generator(index)
+        labels = torch.randint(classes, (batch_size,), generator=generator)
+        return gratings(labels, classes, resolution, generator), labels
+
+    return Workload("resnet", ResNet(BLOCKS[depth], width, classes), batch)
