@@ -37,9 +37,7 @@ class Verification:
         return f"{self.compared} tensors equal eager's {how}"
 
 
-def verify(
-    model: Callable[..., Any], *args: Any, rtol: float = 0.0, atol: float = 0.0, **kwargs: Any
-) -> Verification:
+def verify(model: Callable[..., Any], *args: Any, rtol: float = 0.0, atol: float = 0.0, **kwargs: Any) -> Verification:
     """Run one step through Encore and one through eager; raise `VerificationError` at the first difference.
 
     The default tolerance is none at all: the eager lowering runs the same operators in the same order.
@@ -91,11 +89,7 @@ def _cotangent(tensor: torch.Tensor, index: int) -> torch.Tensor:
 
 def _named_tensors(prefix: str, tree: Any) -> Tensors:
     leaves, _ = pytree.tree_flatten_with_path(tree)
-    return {
-        f"{prefix}{pytree.keystr(path)}": leaf
-        for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor)
-    }
+    return {f"{prefix}{pytree.keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch import fx
 
 from encore.capture import torch_private
 from encore.capture.session import CapturedGraph, PlainGraph, Session
-from encore.graph import UnsupportedGraph, build_graph, verify_graph
+from encore.graph import UnsupportedGraphError, build_graph, verify_graph
 from encore.lower import Lowered, lower
 from encore.options import make_options
 from encore.plan import choose, keep_everything
@@ -76,9 +76,9 @@ class _GraphCompilation:
                 returned=torch_private.returned_outputs(joint, num_outputs),
                 roles=torch_private.roles_of_primals(joint, self.module, self.inputs),
             )
-        except UnsupportedGraph as reason:
-            self.session.plain.append(PlainGraph(self.name, str(reason)))
-            warnings.warn(f"encore: {self.name} runs as plain PyTorch: {reason}", stacklevel=2)
+        except UnsupportedGraphError as unsupported:
+            self.session.plain.append(PlainGraph(self.name, str(unsupported)))
+            warnings.warn(f"encore: {self.name} runs as plain PyTorch: {unsupported}", stacklevel=2)
             return torch_private.plain_partition(joint, num_outputs)
         self._lap("facts")
         verify_graph(graph)

@@ -47,7 +47,7 @@ class CompiledCall:
             return
         self._told_about_limit = True
         warnings.warn(
-            f"encore: {self.session.name} has been planned for {limit} variants (shapes, modes) already; new ones run as "
-            f"plain eager PyTorch. Pad inputs to fewer shapes, or raise recompile_limit=.",
+            f"encore: {self.session.name} has been planned for {limit} variants (shapes, modes) already; new ones run "
+            "as plain eager PyTorch. Pad inputs to fewer shapes, or raise recompile_limit=.",
             stacklevel=3,
         )

@@ -16,7 +16,6 @@ import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
 from torch import fx
-from functorch.compile import default_partition, make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
@@ -24,6 +23,8 @@ from torch._functorch._aot_autograd.descriptors import (
     SavedForBackwardsAOTOutput,
     SavedForBackwardsNoVcCheckAOTOutput,
 )
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import default_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -36,9 +37,9 @@ DispatchKey = torch._C.DispatchKey
 # Decompositions that only tracing sees: eager runs a C++ kernel instead, with other numbers, other memory or another
 # speed. Operators missing here (batch norm, one_hot, ...) need theirs: their C++ form mutates or depends on data.
 ONLY_IN_TRACING = (
-    "dropout", "dropout_", "matmul", "lstm", "gru", "rnn_tanh", "rnn_relu", "softshrink", "hardshrink", "upsample_nearest1d",
-    "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
+    "dropout", "dropout_", "matmul", "lstm", "gru", "rnn_tanh", "rnn_relu", "softshrink", "hardshrink",
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
     "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
 )  # fmt: skip
 COMPOSITE_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
@@ -110,7 +111,7 @@ def trace_joint(
         partition_fn=partition_fn,
         decompositions={},
     )
-    # A donated buffer may be overwritten by backward, which forbids retain_graph; Encore never writes over saved values.
+    # Donated buffers may be overwritten by backward, which forbids retain_graph; Encore never writes over saved values.
     with eager_operators(), functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
         return compiler(module, inputs)
 
@@ -124,9 +125,7 @@ def plain_callable(module: fx.GraphModule) -> Callable[..., Any]:
     return make_boxed_func(module.forward)
 
 
-def shell(
-    joint: fx.GraphModule, num_outputs: int, saved: Sequence[str]
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+def shell(joint: fx.GraphModule, num_outputs: int, saved: Sequence[str]) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The two modules AOTAutograd wants to see: inputs and outputs only, since the body is a schedule of ours."""
     nodes = {node.name: node for node in joint.graph.nodes}
     (output,) = joint.graph.find_nodes(op="output")
@@ -244,7 +243,8 @@ def break_reason(module: fx.GraphModule) -> tuple[str, str] | None:
 
 def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], limit: int) -> Callable[..., Any]:
     """`torch.compile` with one graph a shape, and a limit of its own on their number."""
-    return torch.compile(function, backend=backend, dynamic=False, recompile_limit=limit, isolate_recompiles=True)
+    compile_: Callable[..., Any] = torch.compile  # its type stubs miss the last two arguments
+    return compile_(function, backend=backend, dynamic=False, recompile_limit=limit, isolate_recompiles=True)
 
 
 def recurrent_layers_allowed() -> Any:

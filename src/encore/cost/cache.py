@@ -50,7 +50,7 @@ class MachineCache:
                 descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
                 with os.fdopen(descriptor, "w") as file:
                     json.dump(merged, file)
-                os.replace(temporary, self.path)
+                Path(temporary).replace(self.path)
             except OSError as error:
                 warnings.warn(f"encore: measurements could not be kept in {self.path}: {error}", stacklevel=2)
             self._unsaved = False

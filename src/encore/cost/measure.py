@@ -10,7 +10,6 @@ peak is then an upper bound. Drop old gradients (`zero_grad`) before measuring a
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read once, when the profiler first starts: it would chat on stderr
+from encore.cost.allocator import AllocatorEvents
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,41 +62,16 @@ def measure_cuda(function: Callable[[], Any]) -> Measurement:
 
 
 def measure_cpu(function: Callable[[], Any]) -> Measurement:
-    events = allocator_events()
+    events = AllocatorEvents()
     started = time.perf_counter()
     events.start()
     try:
         result = function()
         seconds = time.perf_counter() - started
     finally:
-        sizes = events.stop()
+        recorded = events.stop()
     live = peak = 0
-    for size in sizes:
+    for _, size in recorded:
         live += size
         peak = max(peak, live)
     return Measurement(step_peak=peak, left=live, seconds=seconds, result=result)
-
-
-class allocator_events:  # noqa: N801 - reads as a verb phrase at the call site
-    """Record CPU allocations (positive) and releases (negative) between `start` and `stop`, in order of time."""
-
-    def start(self) -> None:
-        config = torch._C._profiler.ProfilerConfig(
-            torch._C._profiler.ProfilerState.KINETO,
-            False,  # no input shapes
-            True,  # memory
-            False,  # no stacks
-            False,  # no FLOPs
-            False,  # no modules
-            torch._C._profiler._ExperimentalConfig(),
-        )
-        activities = {torch._C._profiler.ProfilerActivity.CPU}
-        torch._C._autograd._prepare_profiler(config, activities)
-        # USER_SCOPE alone: memory events need a running profiler, and operators would each add an event of their own.
-        torch._C._autograd._enable_profiler(config, activities, {torch._C._profiler.RecordScope.USER_SCOPE})
-
-    def stop(self) -> list[int]:
-        results = torch._C._autograd._disable_profiler()
-        events = [event for event in results.events() if event.name() == "[memory]"]
-        events = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
-        return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]

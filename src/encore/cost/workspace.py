@@ -59,7 +59,9 @@ class Workspaces:
         try:
             workspace = probe_workspace(graph, op)
         except Exception as error:  # made-up operands may be refused; the step itself will still run
-            warnings.warn(f"encore: the workspace of {op.target} is a guess: it could not be run ({error})", stacklevel=2)
+            warnings.warn(
+                f"encore: the workspace of {op.target} is a guess: it could not be run ({error})", stacklevel=2
+            )
             return _bound(graph, op)
         self._cache.put(key, workspace)
         return workspace
@@ -76,7 +78,7 @@ def _can_run(graph: Graph, op: Op) -> bool:
     """Are there devices for its operands, and memory layouts that can be made up?"""
     for value in op.reads:
         storage = graph.values[value].storage
-        if storage is None or not graph.values[value].stride and graph.values[value].shape:
+        if storage is None or (not graph.values[value].stride and graph.values[value].shape):
             return False
         kind = graph.storages[storage].device.partition(":")[0]
         if not (kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())):

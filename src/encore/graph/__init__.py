@@ -3,7 +3,7 @@
 Everything here is read-only once built. Nothing in this room decides, orders or runs anything.
 """
 
-from encore.graph.build import UnsupportedGraph, build_graph
+from encore.graph.build import UnsupportedGraphError, build_graph
 from encore.graph.ops import OpClass, classify
 from encore.graph.values import Graph, Op, Role, Storage, Value, refs
 from encore.graph.verify import verify_graph
@@ -14,7 +14,7 @@ __all__ = [
     "OpClass",
     "Role",
     "Storage",
-    "UnsupportedGraph",
+    "UnsupportedGraphError",
     "Value",
     "build_graph",
     "classify",

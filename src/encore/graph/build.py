@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from encore.graph.ops import OpClass, classify
+from encore.graph.ops import OpClass, classify, without_unread
 from encore.graph.sizes import true_bytes
 from encore.graph.values import Graph, Op, Ref, Role, Storage, Value, refs
 
@@ -30,13 +30,11 @@ MODULE_ENTRY = re.compile(r"_modules\[['\"]([^'\"]+)['\"]\]")
 SIDE_EFFECTS = frozenset({OpClass.RANDOM, OpClass.MUTATING, OpClass.COLLECTIVE, OpClass.OPAQUE})
 
 
-class UnsupportedGraph(Exception):
+class UnsupportedGraphError(Exception):
     """The graph holds something `Graph` cannot say; the caller runs it as plain PyTorch and reports why."""
 
 
-def build_graph(
-    joint: fx.GraphModule, *, returned: Sequence[bool], roles: Sequence[Role]
-) -> Graph:
+def build_graph(joint: fx.GraphModule, *, returned: Sequence[bool], roles: Sequence[Role]) -> Graph:
     """Read AOTAutograd's joint graph. `roles` says for each primal what it is to the user; `returned` for each forward
     output whether the caller holds it afterwards."""
     return _Builder(joint, len(returned)).build(returned, roles)
@@ -70,13 +68,13 @@ class _Builder:
                 elif "primals" in node.name:
                     primals.append(self._source(node, roles[len(primals)]))
                 else:
-                    raise UnsupportedGraph(f"the graph takes an input of an unknown kind, {node.name!r}")
+                    raise UnsupportedGraphError(f"the graph takes an input of an unknown kind, {node.name!r}")
             elif node.op == "get_attr":
                 self._constant(node)
             elif node.op == "call_function":
                 self._call(node)
             elif node.op != "output":
-                raise UnsupportedGraph(f"the graph holds a {node.op} node, {node.name!r}")
+                raise UnsupportedGraphError(f"the graph holds a {node.op} node, {node.name!r}")
         outputs = [self._exported(node) for node in self.output_nodes]
         graph = Graph(
             values=self.values,
@@ -127,7 +125,7 @@ class _Builder:
             self.operand[node] = literal
             return
         kind = classify(node.target)
-        args = _as_refs(tuple(node.args), self.operand)
+        args = without_unread(node.target, _as_refs(tuple(node.args), self.operand))
         kwargs = _as_refs(dict(node.kwargs), self.operand)
         if kind is OpClass.VIEW and isinstance(val, torch.Tensor):
             same_as = self._same_view(node, args, kwargs, val)
@@ -184,7 +182,7 @@ class _Builder:
         returns_tuple = isinstance(val, tuple | list)
         results = list(val) if returns_tuple else [val]
         if any(isinstance(result, tuple | list) for result in results):
-            raise UnsupportedGraph(f"{node.target} returns nested lists")
+            raise UnsupportedGraphError(f"{node.target} returns nested lists")
         op = Op(
             id=len(self.ops),
             name=node.name,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,9 +53,9 @@ HEAVY_PACKETS = frozenset({
 CHEAP_PACKETS = frozenset({
     # copies and constructors
     "clone", "copy", "_to_copy", "contiguous", "cat", "stack", "pad", "constant_pad_nd", "reflection_pad2d", "repeat",
-    "flip", "roll", "full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "new_zeros", "new_full", "new_ones",
-    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "arange", "eye", "scalar_tensor", "tril",
-    "triu", "lift_fresh_copy", "one_hot", "fill", "linspace",
+    "flip", "roll", "full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "new_zeros", "new_full",
+    "new_ones", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "arange", "eye",
+    "scalar_tensor", "tril", "triu", "lift_fresh_copy", "one_hot", "fill", "linspace",
     # gathers and scatters
     "embedding", "embedding_dense_backward", "index", "index_select", "gather", "take", "index_put", "index_add",
     "scatter", "scatter_add", "scatter_reduce", "select_scatter", "slice_scatter", "as_strided_scatter",
@@ -82,7 +82,8 @@ CHEAP_PACKETS = frozenset({
     "sigmoid_backward", "elu_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward",
     "leaky_relu_backward", "softplus_backward", "mish_backward", "log_sigmoid_forward", "log_sigmoid_backward",
     "glu", "glu_backward", "relu", "where", "masked_fill", "_prelu_kernel", "_prelu_kernel_backward",
-    "_weight_norm_interface", "_weight_norm_interface_backward", "detach", "alias", "isnan", "bucketize", "searchsorted",
+    "_weight_norm_interface", "_weight_norm_interface_backward", "detach", "alias", "isnan", "bucketize",
+    "searchsorted",
 })  # fmt: skip
 
 VIEW_PACKETS = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh"})
@@ -91,7 +92,7 @@ VIEW_PACKETS = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh"})
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem"})
 
 
-@lru_cache(maxsize=None)
+@cache
 def classify(target: Any) -> OpClass:
     """The class of an operator as it stands in a captured graph."""
     if target is operator.getitem:
@@ -114,6 +115,16 @@ def classify(target: Any) -> OpClass:
     if packet in CHEAP_PACKETS or torch.Tag.pointwise in target.tags or torch.Tag.reduction in target.tags:
         return OpClass.CHEAP
     return OpClass.OPAQUE
+
+
+def without_unread(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments less what the kernel will not look at: a mention alone would keep a tensor alive."""
+    if target is aten.native_batch_norm_backward.default and args[BATCH_NORM_TRAIN]:
+        return (*args[:3], None, None, *args[5:])  # running statistics: training uses those of the batch
+    return args
+
+
+BATCH_NORM_TRAIN = 7
 
 
 def _out_variants() -> dict[Any, Any]:
@@ -146,9 +157,7 @@ def _overload(name: str) -> Any:
 OUT_VARIANT: dict[Any, Any] = _out_variants()
 """Operator -> overload with an out= argument; safe with out= being one of its operands (same shape, strides, dtype)."""
 
-OUT_ARGUMENT: dict[Any, str] = {
-    target: target._schema.arguments[-1].name for target in OUT_VARIANT.values()
-}
+OUT_ARGUMENT: dict[Any, str] = {target: target._schema.arguments[-1].name for target in OUT_VARIANT.values()}
 """The name of that argument: `out` mostly, `grad_input` for backward formulas."""
 
 

@@ -25,9 +25,14 @@ def _demand(holds: bool, rule: str) -> None:
 
 
 def _verify_numbering(graph: Graph) -> None:
-    for kind, items in (("value", graph.values), ("storage", graph.storages), ("op", graph.ops)):
-        for position, item in enumerate(items):
-            _demand(item.id == position, f"{kind} {item.id} stands at position {position}")
+    numbered: dict[str, list[int]] = {
+        "value": [value.id for value in graph.values],
+        "storage": [storage.id for storage in graph.storages],
+        "op": [op.id for op in graph.ops],
+    }
+    for kind, ids in numbered.items():
+        for position, number in enumerate(ids):
+            _demand(number == position, f"{kind} {number} stands at position {position}")
 
 
 def _verify_definitions(graph: Graph) -> None:
@@ -35,9 +40,9 @@ def _verify_definitions(graph: Graph) -> None:
     for value in graph.values:
         _demand(value.role is None or value.producer is None, f"{value.name} comes from outside and is written too")
     for op in graph.ops:
-        for value in op.reads:
-            _demand(value in defined, f"{op.name} reads {graph.values[value].name} before it is written")
-            _demand(op.id in graph.values[value].readers, f"{op.name} is missing among the readers of value {value}")
+        for read in op.reads:
+            _demand(read in defined, f"{op.name} reads {graph.values[read].name} before it is written")
+            _demand(op.id in graph.values[read].readers, f"{op.name} is missing among the readers of value {read}")
         _demand(set(refs((op.args, op.kwargs))) == set(op.reads), f"{op.name} reads other values than its arguments")
         for written in op.writes:
             if written is None:
@@ -45,14 +50,16 @@ def _verify_definitions(graph: Graph) -> None:
             _demand(written not in defined, f"{graph.values[written].name} is written twice")
             _demand(graph.values[written].producer == op.id, f"{op.name} writes a value of another operator")
             defined.add(written)
-    for value in (*graph.outputs, *graph.gradients):
-        _demand(value is None or value in defined, f"value {value} leaves the graph but was never written")
+    for leaving in (*graph.outputs, *graph.gradients):
+        _demand(leaving is None or leaving in defined, f"value {leaving} leaves the graph but was never written")
 
 
 def _verify_storages(graph: Graph) -> None:
     for storage in graph.storages:
-        for value in storage.values:
-            _demand(graph.values[value].storage == storage.id, f"storage {storage.id} claims a foreign value {value}")
+        for claimed in storage.values:
+            _demand(
+                graph.values[claimed].storage == storage.id, f"storage {storage.id} claims a foreign value {claimed}"
+            )
     for value in graph.values:
         if value.storage is not None:
             storage = graph.storages[value.storage]
@@ -70,6 +77,6 @@ def _verify_phases(graph: Graph) -> None:
             producer = graph.producer(value)
             _demand(value not in tangents, f"forward operator {op.name} waits for a tangent")
             _demand(producer is None or producer.forward, f"forward operator {op.name} reads a backward value")
-    for value in graph.outputs:
-        producer = None if value is None else graph.producer(value)
-        _demand(producer is None or producer.forward, f"output {value} is computed in backward")
+    for output in graph.outputs:
+        producer = None if output is None else graph.producer(output)
+        _demand(producer is None or producer.forward, f"output {output} is computed in backward")

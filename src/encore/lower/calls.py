@@ -24,7 +24,7 @@ def callable_for(target: Any) -> Callable[..., Any]:
     return _dispatcher_call(target)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _dispatcher_call(target: Any) -> Callable[..., Any]:
     # OpOverload.__call__ only forwards to _op; thousands of small operators feel the extra Python frame.
     return target._op if isinstance(target, torch._ops.OpOverload) else target

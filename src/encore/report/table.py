@@ -27,11 +27,11 @@ def render(report: Report) -> str:
 
 
 def _totals(report: Report) -> str:
-    unplanned, planned = report.unplanned, report.planned
+    planned, unplanned = report.planned, bytes_text(report.unplanned.step_peak)
     lines = [
         f"Encore: {report.name} ({report.lowering} lowering)",
         f"  resident          {bytes_text(report.resident):>11}   parameters, buffers, inputs",
-        f"  step peak         {bytes_text(planned.step_peak):>11}   predicted; unplanned {bytes_text(unplanned.step_peak)}",
+        f"  step peak         {bytes_text(planned.step_peak):>11}   predicted; unplanned {unplanned}",
         f"  saved for backward{bytes_text(planned.saved):>11}",
         f"  overhead          {planned.overhead:>10.1%}    predicted extra time",
     ]
@@ -55,19 +55,24 @@ def _decisions(report: Report) -> str:
     if not folded:
         return ""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("bytes", "times", "action", "module", "shape", "line", "why"):
+    reasons = {row.why for row, _, _ in folded}
+    headings = ["bytes", "times", "action", "module", "shape", "line"] + ["why"] * (len(reasons) > 1)
+    for heading in headings:
         table.add_column(heading, justify="right" if heading in ("bytes", "times") else "left", overflow="fold")
     for row, times, module in folded[:LISTED_ROWS]:
-        table.add_row(
+        cells = [
             bytes_text(row.bytes * times), f"x{times}", row.action, module or "(model)",
             "x".join(map(str, row.shape)) or "scalar", row.source, row.why,
-        )  # fmt: skip
+        ]  # fmt: skip
+        table.add_row(*cells[: len(headings)])
     buffer = io.StringIO()
     console = Console(file=buffer, width=WIDTH, color_system=None, highlight=False)
     console.print(table)
     text = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
     hidden = len(folded) - LISTED_ROWS
-    return text if hidden <= 0 else f"{text}\n... and {hidden} smaller rows; to_json() has them all"
+    if hidden > 0:
+        text += f"\n... and {hidden} smaller rows; to_json() has them all"
+    return text if len(reasons) > 1 else f"{text}\nwhy: {reasons.pop()}"
 
 
 def fold(decisions: Iterable[DecisionRow]) -> list[tuple[DecisionRow, int, str]]:

@@ -25,8 +25,8 @@ def write_over_dying(
     over: dict[int, int] = {}
     foreign = {graph.values[value].storage for value in (*given, *keep, *graph.constants)}
     last_look: dict[int, int] = {}
-    for value, position in last_use.items():
-        storage = graph.values[value].storage
+    for read, position in last_use.items():
+        storage = graph.values[read].storage
         if storage is not None:
             last_look[storage] = max(position, last_look.get(storage, -1))
     taken: dict[int, int] = {}
@@ -66,7 +66,8 @@ def _candidates(op: Op) -> list[int]:
 
 def _same_window(graph: Graph, value: Value, result: Value) -> bool:
     """Does the operand fill its whole storage the way the result will fill its own?"""
-    assert value.storage is not None and result.storage is not None
+    assert value.storage is not None
+    assert result.storage is not None
     return (
         value.shape == result.shape
         and value.stride == result.stride

@@ -96,8 +96,7 @@ class _Walk:
 
     def phase(self, name: str, actions: Sequence[Action], given: Iterable[int]) -> None:
         for value in given:
-            if value not in self.names:
-                self._bind(value)
+            self._bind(value)
         for action in actions:
             if isinstance(action, Free):
                 self._unbind(action.value)
@@ -106,9 +105,9 @@ class _Walk:
                 op = self.graph.ops[action.op]
                 if action.over is not None:
                     self._take_over(action.over, op)
-                for value in op.writes:
-                    if value is not None:
-                        self._bind(value)
+                for written in op.writes:
+                    if written is not None:
+                        self._bind(written)
                 self.note(name, action, self.workspace(self.graph, op))
 
     def note(self, phase: str, action: Action | None, workspace: int) -> None:
@@ -178,7 +177,8 @@ class _Walk:
         (result,) = op.writes
         assert result is not None
         old, new = self.storage_of[result], self.storage_of[operand]
-        assert old is not None and new is not None
+        assert old is not None
+        assert new is not None
         for value in self.graph.storages[old].values:
             self.storage_of[value] = new
         if self.kind_of[old] is not self.kind_of[new]:

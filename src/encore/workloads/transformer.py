@@ -58,8 +58,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(x)
-        x = x + self.perceptron(x)
-        return x
+        return x + self.perceptron(x)
 
 
 class Transformer(nn.Module):

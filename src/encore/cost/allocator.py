@@ -1,0 +1,42 @@
+"""What the CPU allocator does while something runs, event by event.
+
+The one file of this room that goes through PyTorch's private doors: the profiler is started for memory alone, without
+recording operators, which its public interface does not offer.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read once, when the profiler first starts: it would chat on stderr
+
+_profiler: Any = torch._C._profiler
+_autograd: Any = torch._C._autograd
+
+
+class AllocatorEvents:
+    """Record CPU allocations (positive) and releases (negative) between `start` and `stop`."""
+
+    def start(self) -> None:
+        config = _profiler.ProfilerConfig(
+            _profiler.ProfilerState.KINETO,
+            False,  # no input shapes
+            True,  # memory
+            False,  # no stacks
+            False,  # no FLOPs
+            False,  # no modules
+            _profiler._ExperimentalConfig(),
+        )
+        activities = {_profiler.ProfilerActivity.CPU}
+        _autograd._prepare_profiler(config, activities)
+        # USER_SCOPE alone: memory events need a running profiler, and operators would each add an event of their own.
+        _autograd._enable_profiler(config, activities, {_profiler.RecordScope.USER_SCOPE})
+
+    def stop(self) -> list[tuple[int, int]]:
+        """Time in nanoseconds and bytes of every event, in order of time."""
+        events = [event for event in _autograd._disable_profiler().events() if event.name() == "[memory]"]
+        cpu = [event for event in events if event.device_type() == _autograd.DeviceType.CPU]
+        return sorted(((event.start_ns(), event.nbytes()) for event in cpu), key=lambda event: event[0])
