@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from encore.api import compiled_call
+from encore.capture.compiled import CompiledCall
 from encore.errors import OptionError, VerificationError
 
 Tensors = dict[str, torch.Tensor]
@@ -45,33 +46,42 @@ def verify(model: Callable[..., Any], *args: Any, rtol: float = 0.0, atol: float
     call = compiled_call(model)
     owner = model if isinstance(model, nn.Module) else None
     with _left_as_found(owner) as restore:
-        planned = _outcome(call, owner, args, kwargs)
+        planned = _outcome(call, call, owner, args, kwargs)
         restore()
-        expected = _outcome(call.plain, owner, args, kwargs)
+        expected = _outcome(call.plain, call, owner, args, kwargs)
     return _compare(planned, expected, rtol, atol)
 
 
-def _outcome(function: Callable[..., Any], owner: nn.Module | None, args: Any, kwargs: Any) -> Tensors:
-    """Outputs, gradients and buffers after one step, by name."""
+def _outcome(
+    function: Callable[..., Any], call: CompiledCall, owner: nn.Module | None, args: Any, kwargs: Any
+) -> Tensors:
+    """Outputs, gradients and buffers after one step, by name. Nobody's `.grad` is touched."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, _leaf, (args, kwargs))
     with torch.enable_grad():
-        outputs = function(*args, **kwargs)
-        flat = _named_tensors("output", outputs)
-        differentiable = {name: tensor for name, tensor in flat.items() if tensor.requires_grad}
-        if not differentiable:
-            raise OptionError("no output of this call depends on anything that needs a gradient; there is no step")
-        cotangents = [_cotangent(tensor, index) for index, tensor in enumerate(differentiable.values())]
-        torch.autograd.backward(list(differentiable.values()), cotangents)
-    found = {name: tensor.detach().clone() for name, tensor in flat.items()}
-    for name, tensor in _named_tensors("input", (args, kwargs)).items():
-        if tensor.grad is not None:
-            found[f"gradient of {name}"] = tensor.grad
+        outputs = _named_tensors("output", function(*args, **kwargs))
+    differentiable = [tensor for tensor in outputs.values() if tensor.requires_grad]
+    if not differentiable:
+        raise OptionError("no output of this call depends on anything that needs a gradient; there is no step")
+    leaves = _named_parameters(call, owner) | _named_tensors("input", (args, kwargs))
+    wanted = {name: tensor for name, tensor in leaves.items() if tensor.requires_grad}
+    cotangents = [_cotangent(tensor, index) for index, tensor in enumerate(differentiable)]
+    gradients = torch.autograd.grad(differentiable, list(wanted.values()), cotangents, allow_unused=True)
+    found = {name: tensor.detach().clone() for name, tensor in outputs.items()}
+    for name, gradient in zip(wanted, gradients, strict=True):
+        if gradient is not None:
+            found[f"gradient of {name}"] = gradient
     if owner is not None:
-        for name, parameter in owner.named_parameters():
-            if parameter.grad is not None:
-                found[f"gradient of {name}"] = parameter.grad
         found |= {f"buffer {name}": buffer.clone() for name, buffer in owner.named_buffers()}
     return found
+
+
+def _named_parameters(call: CompiledCall, owner: nn.Module | None) -> Tensors:
+    """A module's parameters; for a function, those its capture came across."""
+    if owner is not None:
+        return dict(owner.named_parameters())
+    captured = (reference() for reference in call.session.tensors)
+    distinct = {id(tensor): tensor for tensor in captured if tensor is not None}
+    return {f"parameter {index}": tensor for index, tensor in enumerate(distinct.values())}
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,13 +104,12 @@ def _named_tensors(prefix: str, tree: Any) -> Tensors:
 
 @contextlib.contextmanager
 def _left_as_found(owner: nn.Module | None) -> Iterator[Callable[[], None]]:
-    """Gives a function that puts buffers, gradients and generators back; calls it in the end as well."""
-    gradients = {name: parameter.grad for name, parameter in owner.named_parameters()} if owner is not None else {}
+    """Gives a function that puts buffers and generators back; calls it in the end as well."""
     buffers = {name: buffer.clone() for name, buffer in owner.named_buffers()} if owner is not None else {}
     state = torch.get_rng_state()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
-    def begin() -> None:
+    def restore() -> None:
         torch.set_rng_state(state)
         if cuda_states:
             torch.cuda.set_rng_state_all(cuda_states)
@@ -108,17 +117,11 @@ def _left_as_found(owner: nn.Module | None) -> Iterator[Callable[[], None]]:
             with torch.no_grad():
                 for name, buffer in owner.named_buffers():
                     buffer.copy_(buffers[name])
-            for parameter in owner.parameters():
-                parameter.grad = None
 
-    begin()
     try:
-        yield begin
+        yield restore
     finally:
-        begin()
-        if owner is not None:
-            for name, parameter in owner.named_parameters():
-                parameter.grad = gradients[name]
+        restore()
 
 
 def _compare(planned: Tensors, expected: Tensors, rtol: float, atol: float) -> Verification:

@@ -39,8 +39,8 @@ DispatchKey = torch._C.DispatchKey
 ONLY_IN_TRACING = (
     "dropout", "dropout_", "matmul", "lstm", "gru", "rnn_tanh", "rnn_relu", "softshrink", "hardshrink",
     "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
-    "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
 )  # fmt: skip
 COMPOSITE_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 INSTEAD: dict[Any, Callable[..., Any]] = {

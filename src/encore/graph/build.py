@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from encore.graph.ops import OpClass, classify, without_unread
 from encore.graph.sizes import true_bytes
-from encore.graph.values import Graph, Op, Ref, Role, Storage, Value, refs
+from encore.graph.values import Graph, Op, Ref, Role, Storage, Value, block_bytes, refs
 
 aten = torch.ops.aten
 
@@ -253,7 +253,8 @@ class _Builder:
         pointer = storage._cdata
         if pointer not in self.storage_by_pointer:
             self.storage_by_pointer[pointer] = len(self.storages)
-            self.storages.append(Storage(len(self.storages), int(storage.nbytes()), str(tensor.device)))
+            device = str(tensor.device)
+            self.storages.append(Storage(len(self.storages), block_bytes(int(storage.nbytes()), device), device))
         return self.storage_by_pointer[pointer]
 
     def _exported(self, node: Any) -> int | None:

@@ -11,6 +11,8 @@ import torch
 
 from encore.graph.ops import OpClass
 
+CUDA_BLOCK = 512
+
 
 class Role(enum.Enum):
     """Who brings a graph input into being."""
@@ -107,6 +109,11 @@ class Graph:
     def producer(self, value: int) -> Op | None:
         producer = self.values[value].producer
         return None if producer is None else self.ops[producer]
+
+
+def block_bytes(size: int, device: str) -> int:
+    """What the allocator of a device hands out for `size` bytes: exactly that on CPU, multiples of 512 on CUDA."""
+    return -(-size // CUDA_BLOCK) * CUDA_BLOCK if device.startswith("cuda") else size
 
 
 def refs(argument: Any) -> Iterator[int]:

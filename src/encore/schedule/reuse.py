@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from encore.graph import Graph, Op, Value
 from encore.graph.ops import OUT_VARIANT, WRITES_FIRST
-from encore.graph.values import Ref
+from encore.graph.values import Ref, block_bytes
 
 
 def write_over_dying(
@@ -68,11 +68,12 @@ def _same_window(graph: Graph, value: Value, result: Value) -> bool:
     """Does the operand fill its whole storage the way the result will fill its own?"""
     assert value.storage is not None
     assert result.storage is not None
+    mine, its = graph.storages[value.storage], graph.storages[result.storage]
     return (
         value.shape == result.shape
         and value.stride == result.stride
         and value.dtype == result.dtype
-        and value.bytes == graph.storages[value.storage].bytes == graph.storages[result.storage].bytes
-        and graph.storages[value.storage].device == graph.storages[result.storage].device
+        and mine.device == its.device
+        and block_bytes(value.bytes, mine.device) == mine.bytes == its.bytes
         and value.bytes > 0
     )
