@@ -6,6 +6,7 @@ graph on the logger `encore`.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import warnings
@@ -21,6 +22,7 @@ from encore.lower import Lowered, lower
 from encore.options import make_options
 from encore.plan import choose, keep_everything
 from encore.report.format import bytes_text
+from encore.schedule import Schedule
 
 log = logging.getLogger("encore")
 
@@ -75,6 +77,7 @@ class _GraphCompilation:
                 joint,
                 returned=torch_private.returned_outputs(joint, num_outputs),
                 roles=torch_private.roles_of_primals(joint, self.module, self.inputs),
+                identities=torch_private.identities_of_primals(joint, self.inputs),
             )
         except UnsupportedGraphError as unsupported:
             self.session.plain.append(PlainGraph(self.name, str(unsupported)))
@@ -83,14 +86,15 @@ class _GraphCompilation:
         self._lap("facts")
         verify_graph(graph)
         self._lap("verify")
+        reason, line = torch_private.break_reason(self.module) or ("", "")
         with torch_private.real_tensors():
-            unplanned = keep_everything(graph, self.session.workspaces)
+            unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
             self.session.workspaces.save()
-        plan = choose([unplanned], self.session.options)
+        plan = choose([unplanned], self.session.options, earlier=self.session.plans_of_step_so_far())
+        plan = dataclasses.replace(plan, schedule=self._in_saving_order(joint, plan.schedule))
         self._lap("plan")
         self.lowered = lower(plan.schedule, self.name.replace(" ", "_"))
         self._lap("lower")
-        reason, line = torch_private.break_reason(self.module) or ("", "")
         self.captured = CapturedGraph(
             name=self.name,
             unplanned=unplanned,
@@ -104,6 +108,11 @@ class _GraphCompilation:
         self._tell()
         saved = [graph.values[value].name for value in plan.schedule.saved]
         return torch_private.shell(joint, num_outputs, saved)
+
+    def _in_saving_order(self, joint: fx.GraphModule, schedule: Schedule) -> Schedule:
+        names = {schedule.graph.values[value].name: value for value in schedule.saved}
+        ordered = torch_private.unchecked_last(joint, tuple(names))
+        return dataclasses.replace(schedule, saved=tuple(names[name] for name in ordered))
 
     def forward_callable(self, module: fx.GraphModule) -> Callable[..., Any]:
         if self.lowered is None or self.captured is None:

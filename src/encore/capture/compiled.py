@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
 from encore.capture.backend import GraphCompiler
@@ -23,7 +24,7 @@ class CompiledCall:
         self.plain = plain
         self.session = session
         self._planned = torch_private.dynamo_compile(plain, GraphCompiler(session), session.options.recompile_limit)
-        self._told_about_limit = False
+        self._told_it_ran_plain = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -37,17 +38,24 @@ class CompiledCall:
             if isinstance(error, EncoreError):
                 raise error from None
             raise
-        if self.session.forwards_run == forwards_before:
-            self._tell_if_at_limit()
+        if self.session.forwards_run == forwards_before and not self._told_it_ran_plain:
+            self._tell_if_it_ran_plain(result)
         return result
 
-    def _tell_if_at_limit(self) -> None:
-        limit = self.session.options.recompile_limit
-        if len(self.session.graphs) < limit or self._told_about_limit:
+    def _tell_if_it_ran_plain(self, result: Any) -> None:
+        """A call that leads to gradients and ran no graph of ours was plain eager PyTorch: say so, and why."""
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if not any(tensor.requires_grad for tensor in tensors):
             return
-        self._told_about_limit = True
-        warnings.warn(
-            f"encore: {self.session.name} has been planned for {limit} variants (shapes, modes) already; new ones run "
-            "as plain eager PyTorch. Pad inputs to fewer shapes, or raise recompile_limit=.",
-            stacklevel=3,
-        )
+        limit = self.session.options.recompile_limit
+        if len(self.session.graphs) >= limit:
+            why = (
+                f"has been planned for {limit} variants (shapes, modes) already; new ones run as plain eager PyTorch. "
+                "Pad inputs to fewer shapes, or raise recompile_limit="
+            )
+        elif not self.session.plain:
+            why = "ran as plain eager PyTorch: Dynamo captured nothing of it. TORCH_LOGS=graph_breaks tells why"
+        else:
+            return  # each part that runs plain has been told with its reason
+        self._told_it_ran_plain = True
+        warnings.warn(f"encore: {self.session.name} {why}", stacklevel=3)

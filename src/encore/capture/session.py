@@ -70,6 +70,10 @@ class Session:
     def note_backward(self) -> None:
         self._backward_began = True
 
+    def plans_of_step_so_far(self) -> list[Plan]:
+        """The plans that the running step has been through when its next graph is planned."""
+        return [] if self._backward_began else [graph.plan for graph in self._step]
+
     def remember_tensors(self, inputs: Any) -> None:
         self.tensors += [weakref.ref(tensor) for tensor in inputs if isinstance(tensor, torch.nn.Parameter)]
 

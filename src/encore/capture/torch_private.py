@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._dynamo.external_utils
+import torch._dynamo.trace_rules
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
@@ -184,18 +186,28 @@ def roles_of_primals(joint: fx.GraphModule, module: fx.GraphModule, inputs: Sequ
     """Parameter, buffer or input, for every primal of the joint graph."""
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
     roles = []
-    for node in joint.graph.find_nodes(op="placeholder"):
-        if "tangents" in node.name:
-            continue
-        description = node.meta.get("desc")
-        position = description.idx if isinstance(description, PlainAOTInput) else None
-        if position is None or position >= len(inputs):
+    for node, position in _primals(joint, inputs):
+        if position is None:
             roles.append(Role.PARAMETER if isinstance(node.meta.get("val"), torch.nn.Parameter) else Role.INPUT)
         elif isinstance(inputs[position], torch.nn.Parameter) or _is_fake_parameter(inputs[position]):
             roles.append(Role.PARAMETER)
         else:
             roles.append(Role.BUFFER if "_buffers_" in names[position] else Role.INPUT)
     return roles
+
+
+def identities_of_primals(joint: fx.GraphModule, inputs: Sequence[Any]) -> list[int | None]:
+    """Which tensor of the user's each primal is, as long as the model lives."""
+    return [None if position is None else id(inputs[position]) for _, position in _primals(joint, inputs)]
+
+
+def _primals(joint: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[fx.Node, int | None]]:
+    """Each primal of the joint graph with its position among the inputs of Dynamo's graph, where it has one."""
+    for node in joint.graph.find_nodes(op="placeholder"):
+        if "tangents" not in node.name:
+            description = node.meta.get("desc")
+            plain = isinstance(description, PlainAOTInput) and description.idx < len(inputs)
+            yield node, description.idx if plain else None
 
 
 def _is_fake_parameter(tensor: Any) -> bool:
@@ -243,6 +255,10 @@ def break_reason(module: fx.GraphModule) -> tuple[str, str] | None:
 
 def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], limit: int) -> Callable[..., Any]:
     """`torch.compile` with one graph a shape, and a limit of its own on their number."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, torch.nn.Module) and torch._dynamo.trace_rules.check(owner.forward):
+        # A forward that PyTorch itself wrote (nn.Sequential, nn.LSTM): Dynamo passes over such frames unless inlined.
+        function = torch._dynamo.external_utils.wrap_inline(function)
     compile_: Callable[..., Any] = torch.compile  # its type stubs miss the last two arguments
     return compile_(function, backend=backend, dynamic=False, recompile_limit=limit, isolate_recompiles=True)
 

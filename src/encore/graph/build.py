@@ -34,10 +34,14 @@ class UnsupportedGraphError(Exception):
     """The graph holds something `Graph` cannot say; the caller runs it as plain PyTorch and reports why."""
 
 
-def build_graph(joint: fx.GraphModule, *, returned: Sequence[bool], roles: Sequence[Role]) -> Graph:
+def build_graph(
+    joint: fx.GraphModule, *, returned: Sequence[bool], roles: Sequence[Role], identities: Sequence[int | None] = ()
+) -> Graph:
     """Read AOTAutograd's joint graph. `roles` says for each primal what it is to the user; `returned` for each forward
-    output whether the caller holds it afterwards."""
-    return _Builder(joint, len(returned)).build(returned, roles)
+    output whether the caller holds it afterwards; `identities` which parameter or buffer a primal is."""
+    graph = _Builder(joint, len(returned)).build(returned, roles)
+    graph.identities = list(identities)
+    return graph
 
 
 class _Builder:

@@ -93,6 +93,8 @@ class Graph:
     """One for every primal; None where it needs none."""
     constants: dict[int, Any] = field(default_factory=dict)
     """Tensors and modules baked into the graph, by value."""
+    identities: list[int | None] = field(default_factory=list)
+    """For every primal that is a parameter or buffer, which one: graphs of one model share them."""
     returned: list[int] = field(default_factory=list)
     """Outputs the caller holds after forward; the others are new contents of mutated inputs, copied and dropped."""
 

@@ -9,28 +9,33 @@ from encore.graph import Graph
 from encore.options import Budget, Options
 from encore.plan.plan import Plan
 from encore.report.format import bytes_text
+from encore.schedule import Stack, stack
 
 LISTED_PINS = 5
 
 
-def choose(plans: Sequence[Plan], options: Options, *, beside: int = 0) -> Plan:
-    """Pick from the plans of one graph. `beside` counts bytes that are alive next to this graph's step."""
+def choose(plans: Sequence[Plan], options: Options, *, earlier: Sequence[Plan] = ()) -> Plan:
+    """Pick from the plans of one graph; `earlier` are the plans of the graphs that the step has run before it."""
     unplanned = plans[0]
     if options.budget is None:
         allowed = [plan for plan in plans if plan.overhead <= options.allowed_overhead]
         return min(allowed or [unplanned], key=lambda plan: (plan.timeline.step_peak, plan.overhead))
-    beside += options.resident
-    smallest = min(plans, key=lambda plan: plan.timeline.step_peak)
-    floor = _total(smallest, beside)
-    limit = options.budget.resolve(_total(unplanned, beside), floor)
-    fitting = [plan for plan in plans if _total(plan, beside) <= limit]
+
+    def total(plan: Plan) -> int:
+        return stack_plans([*earlier, plan]).total + options.resident
+
+    smallest = min(plans, key=total)
+    floor = total(smallest)
+    limit = options.budget.resolve(total(unplanned), floor)
+    fitting = [plan for plan in plans if total(plan) <= limit]
     if not fitting:
         raise budget_error(smallest, options.budget, limit, floor)
     return min(fitting, key=lambda plan: (plan.overhead, plan.timeline.step_peak))
 
 
-def _total(plan: Plan, beside: int) -> int:
-    return plan.timeline.resident + plan.timeline.step_peak + beside
+def stack_plans(plans: Sequence[Plan]) -> Stack:
+    """What a step takes that runs these plans one after the other."""
+    return stack([plan.schedule.graph for plan in plans], [plan.timeline for plan in plans])
 
 
 def budget_error(plan: Plan, budget: Budget, limit: int, floor: int) -> BudgetError:

@@ -23,7 +23,7 @@ class Plan:
     """Predicted extra time over keeping everything, as a fraction."""
 
 
-def keep_everything(graph: Graph, workspace: Workspace) -> Plan:
+def keep_everything(graph: Graph, workspace: Workspace, *, outputs_outlive: bool = True) -> Plan:
     """The plan that changes nothing: every feature map stays in memory."""
     schedule = schedule_step(graph)
     external = graph.external
@@ -32,5 +32,5 @@ def keep_everything(graph: Graph, workspace: Workspace) -> Plan:
         name="keep everything",
         decisions={value: Keep() for value in feature_maps},
         schedule=schedule,
-        timeline=simulate(schedule, workspace),
+        timeline=simulate(schedule, workspace, outputs_outlive=outputs_outlive),
     )

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from encore.errors import BudgetError
-from encore.graph import Graph, Role
 from encore.options import Budget, Options, parse_budget
+from encore.plan import Plan, stack_plans
 from encore.plan.budget import budget_error
 from encore.report.table import render
 from encore.schedule import Kind, Timeline
@@ -83,11 +83,9 @@ class Report:
         distinct = list({id(graph): graph for graph in graphs}.values())
         return cls(
             name=name,
-            resident=_resident([graph.plan.schedule.graph for graph in distinct]) + options.resident,
-            unplanned=_predict(graphs, [graph.unplanned.timeline for graph in graphs], 0.0),
-            planned=_predict(
-                graphs, [graph.plan.timeline for graph in graphs], max(graph.plan.overhead for graph in graphs)
-            ),
+            resident=stack_plans([graph.plan for graph in graphs]).resident + options.resident,
+            unplanned=_predict([graph.unplanned for graph in graphs]),
+            planned=_predict([graph.plan for graph in graphs]),
             decisions=tuple(row for graph in distinct for row in _decisions(graph)),
             graphs=tuple(_graph_row(graph) for graph in graphs),
             plain=tuple(f"{part.name}: {part.reason}" for part in plain),
@@ -156,36 +154,17 @@ class Estimate:
 # -- from graphs to numbers ------------------------------------------------------------------------------------------
 
 
-def _predict(graphs: Sequence[CapturedGraph], timelines: Sequence[Timeline], overhead: float) -> Prediction:
-    """Stack the graphs of a step: forwards in order, backwards in reverse, each on top of what the others hold."""
-    saved_before = [0]
-    for timeline in timelines:
-        saved_before.append(saved_before[-1] + timeline.saved)
-    left_behind = 0
-    worst, worst_graph = -1, 0
-    for index in reversed(range(len(timelines))):
-        timeline = timelines[index]
-        forward = max((moment.peak for moment in timeline.moments if moment.phase == "forward"), default=0)
-        rest = max(moment.peak for moment in timeline.moments if moment.phase != "forward")
-        peak = saved_before[index] + max(forward, rest + left_behind)
-        if peak > worst:
-            worst, worst_graph = peak, index
-        passed_on = _gradients_passed_on(graphs[index].plan.schedule.graph) if index else 0
-        left_behind += timeline.moments[-1].live - passed_on
-    at_peak = _kinds_at_worst(timelines[worst_graph])
-    others = worst - timelines[worst_graph].step_peak
-    if others:
-        at_peak["other graphs"] = others
-    return Prediction(step_peak=worst, saved=saved_before[-1], overhead=overhead, at_peak=at_peak)
-
-
-def _gradients_passed_on(graph: Graph) -> int:
-    """Gradients of inputs: the graph before counts them as its tangents."""
-    pairs = zip(graph.primals, graph.gradients, strict=False)
-    return sum(
-        graph.values[gradient].bytes
-        for primal, gradient in pairs
-        if gradient is not None and graph.values[primal].role is not Role.PARAMETER
+def _predict(plans: Sequence[Plan]) -> Prediction:
+    whole = stack_plans(plans)
+    worst = plans[whole.worst].timeline
+    at_peak = _kinds_at_worst(worst)
+    if whole.step_peak > worst.step_peak:
+        at_peak["other graphs"] = whole.step_peak - worst.step_peak
+    return Prediction(
+        step_peak=whole.step_peak,
+        saved=whole.saved,
+        overhead=max(plan.overhead for plan in plans),
+        at_peak=at_peak,
     )
 
 
@@ -193,18 +172,6 @@ def _kinds_at_worst(timeline: Timeline) -> dict[str, int]:
     by_kind = dict(zip(Kind, timeline.moments[timeline.worst].by_kind, strict=True))
     by_kind[Kind.WORKSPACE] = timeline.workspace_at_worst
     return {kind.value: size for kind, size in by_kind.items() if kind not in (Kind.PARAMETER, Kind.INPUT)}
-
-
-def _resident(graphs: Sequence[Graph]) -> int:
-    """Parameters and buffers of all graphs, and the inputs of the first: later ones get theirs from the step."""
-    sizes: dict[str, int] = {}
-    for index, graph in enumerate(graphs):
-        for storage in graph.external:
-            value = graph.values[graph.storages[storage].values[0]]
-            owned = value.role in (Role.PARAMETER, Role.BUFFER)
-            if owned or index == 0:
-                sizes[f"{index}:{storage}"] = graph.storages[storage].bytes
-    return sum(sizes.values())
 
 
 def _decisions(captured: CapturedGraph) -> list[DecisionRow]:

@@ -7,5 +7,18 @@ from encore.schedule.actions import Action, Free, Run, Schedule
 from encore.schedule.order import schedule_step
 from encore.schedule.replay import replay
 from encore.schedule.simulate import Kind, Timeline, simulate
+from encore.schedule.stack import Stack, stack
 
-__all__ = ["Action", "Free", "Kind", "Run", "Schedule", "Timeline", "replay", "schedule_step", "simulate"]
+__all__ = [
+    "Action",
+    "Free",
+    "Kind",
+    "Run",
+    "Schedule",
+    "Stack",
+    "Timeline",
+    "replay",
+    "schedule_step",
+    "simulate",
+    "stack",
+]

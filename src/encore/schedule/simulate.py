@@ -60,8 +60,11 @@ class Timeline:
         return self.moments[self.worst].peak
 
 
-def simulate(schedule: Schedule, workspace: Workspace = lambda graph, op: 0) -> Timeline:
-    """Walk the schedule once, forward then backward."""
+def simulate(
+    schedule: Schedule, workspace: Workspace = lambda graph, op: 0, *, outputs_outlive: bool = True
+) -> Timeline:
+    """Walk the schedule once, forward then backward. The user is taken to hold the outputs until the end, unless they
+    only go on to the next graph of a broken model (`outputs_outlive=False`), which is done with them by then."""
     walk = _Walk(schedule, workspace)
     graph = schedule.graph
     walk.phase("forward", schedule.forward, given=graph.primals)
@@ -69,6 +72,8 @@ def simulate(schedule: Schedule, workspace: Workspace = lambda graph, op: 0) -> 
     walk.release_names(keep=schedule.saved)
     walk.note("between", None, 0)
     saved = walk.live
+    if not outputs_outlive:
+        walk.let_go(graph.returned)
     walk.hold(graph.tangents)
     walk.phase("backward", schedule.backward, given=(*schedule.saved, *graph.tangents))
     walk.hold_gradients()
@@ -122,6 +127,11 @@ class _Walk:
         """Somebody outside keeps these from now on."""
         for value in values:
             self._look(self.storage_of[value])
+
+    def let_go(self, values: Iterable[int]) -> None:
+        """Somebody outside no longer keeps these."""
+        for value in values:
+            self._look_away(self.storage_of[value])
 
     def release_names(self, keep: Iterable[int]) -> None:
         """Forward returns: its frame goes, what it hands over stays."""
