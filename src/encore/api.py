@@ -94,7 +94,8 @@ def _name(model: Any) -> str:
 def estimate(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Estimate:
     """What a training step of the model would take. Nothing runs and nothing is allocated.
 
-    Model and arguments may be real, on the meta device, or larger than this machine: shapes are all that is looked at.
+    Module and arguments may be real, on the meta device, or larger than this machine: shapes are all that is looked
+    at. A plain function is called as it is, so what it closes over must be real.
     """
     plain = model.plain if isinstance(model, CompiledCall) else model
     session = Session(_name(plain), make_options({}), run=False)

@@ -126,7 +126,11 @@ def _check_number(chosen: Mapping[str, Any], name: str, kind: type, least: float
         raise OptionError(f"{name}={value!r} is not accepted; give {accepted}")
 
 
-STATE_PER_PARAMETER = {"SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1}
+STATE_PER_PARAMETER = {
+    "SGD": (0, 0), "Adam": (2, 1), "AdamW": (2, 1), "NAdam": (2, 2), "RAdam": (2, 1), "Adamax": (2, 1),
+    "Adagrad": (1, 1), "RMSprop": (1, 1),
+}  # fmt: skip
+"""How many tensors of the parameter's size, and how many float32 scalars, an optimizer keeps for each parameter."""
 
 
 def optimizer_bytes(optimizer: Any) -> int:
@@ -144,22 +148,23 @@ def optimizer_bytes(optimizer: Any) -> int:
     if held:
         return sum(held.values())
     return sum(
-        parameter.untyped_storage().nbytes() * _copies(optimizer, group)
+        _state_bytes(optimizer, group, parameter.untyped_storage().nbytes())
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.requires_grad
     )
 
 
-def _copies(optimizer: Any, group: Mapping[str, Any]) -> int:
-    """How many parameter-sized tensors this optimizer keeps for a group."""
+def _state_bytes(optimizer: Any, group: Mapping[str, Any], parameter_bytes: int) -> int:
+    """What this optimizer will keep for one parameter of a group."""
     name = type(optimizer).__name__
     if name not in STATE_PER_PARAMETER:
         raise OptionError(
             f"the state that {name} will allocate is not known before its first step; "
             f"pass resident= in bytes, or one of {listed(STATE_PER_PARAMETER)}"
         )
-    momentum = name in ("SGD", "RMSprop") and group.get("momentum", 0) != 0
-    centered = name == "RMSprop" and group.get("centered", False)
-    amsgrad = bool(group.get("amsgrad", False))
-    return STATE_PER_PARAMETER[name] + momentum + centered + amsgrad
+    copies, scalars = STATE_PER_PARAMETER[name]
+    copies += name in ("SGD", "RMSprop") and group.get("momentum", 0) != 0
+    copies += name == "RMSprop" and group.get("centered", False)
+    copies += bool(group.get("amsgrad", False))
+    return copies * parameter_bytes + 4 * scalars

@@ -85,7 +85,9 @@ def _named_parameters(call: CompiledCall, owner: nn.Module | None) -> Tensors:
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    """A copy, since the model may write to its inputs; expanded ones cannot be written to and stay as they are."""
+    fresh = tensor.detach() if 0 in tensor.stride() else tensor.detach().clone()
+    return fresh.requires_grad_(tensor.requires_grad)
 
 
 def _cotangent(tensor: torch.Tensor, index: int) -> torch.Tensor:

@@ -75,9 +75,8 @@ class _GraphCompilation:
         try:
             graph = build_graph(
                 joint,
+                primals=torch_private.primals(joint, self.module, self.inputs),
                 returned=torch_private.returned_outputs(joint, num_outputs),
-                roles=torch_private.roles_of_primals(joint, self.module, self.inputs),
-                identities=torch_private.identities_of_primals(joint, self.inputs),
             )
         except UnsupportedGraphError as unsupported:
             self.session.plain.append(PlainGraph(self.name, str(unsupported)))

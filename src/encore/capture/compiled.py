@@ -31,7 +31,7 @@ class CompiledCall:
             return self.plain(*args, **kwargs)
         forwards_before = self.session.forwards_run
         try:
-            with torch_private.recurrent_layers_allowed():
+            with torch_private.whole_graphs():
                 result = self._planned(*args, **kwargs)
         except torch_private.BackendFailed as failure:
             error = torch_private.original_error(failure)

@@ -8,6 +8,7 @@ runs; Dynamo tells a graph why it ended.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ import torch._dynamo.external_utils
 import torch._dynamo.trace_rules
 import torch._functorch.config as functorch_config
 from torch import fx
+from torch._decomp import decomposition_table
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
@@ -27,10 +29,11 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import default_partition
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from encore.graph import Role
+from encore.graph import Primal, Role
 from encore.graph.random_ops import traced_dropout, traced_dropout_
 
 aten = torch.ops.aten
@@ -50,43 +53,69 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
     aten.dropout_.default: traced_dropout_,
 }
 
+# Fake kernels that keep the strides of their input where the CPU kernels do not: operator -> position of the input.
+# A view traced on the wrong strides is refused at run time.
+LAID_OUT_ANEW = {aten._native_batch_norm_legit_functional.default: 0, aten.native_batch_norm_backward.default: 1}
+
 _eager_lock = threading.RLock()
+_eager_scopes = contextlib.ExitStack()
 _eager_depth = 0
-_set_aside: list[tuple[Any, Any, Any]] = []
 
 
 @contextlib.contextmanager
 def eager_operators() -> Iterator[None]:
-    """Trace what eager PyTorch runs: composite operators through their C++ kernels."""
+    """Trace what eager PyTorch runs: composite operators through their C++ kernels, results laid out as those do."""
     global _eager_depth
     with _eager_lock:
         _eager_depth += 1
         if _eager_depth == 1:
-            for packet in ONLY_IN_TRACING:
-                for overload in getattr(aten, packet).overloads():
-                    operator = getattr(getattr(aten, packet), overload)
-                    for key in COMPOSITE_KEYS:
-                        _swap_kernel(operator, key, INSTEAD.get(operator))
+            _enter_eager_operators()
     try:
         yield
     finally:
         with _eager_lock:
             _eager_depth -= 1
             if _eager_depth == 0:
-                while _set_aside:
-                    operator, key, kernel = _set_aside.pop()
-                    operator.py_kernels.pop(key, None)
-                    if kernel is not None:
-                        operator.py_kernels[key] = kernel
-                    operator._dispatch_cache.clear()
+                _eager_scopes.close()
 
 
-def _swap_kernel(operator: Any, key: Any, kernel: Callable[..., Any] | None) -> None:
-    """Put a Python kernel in place of another, or of none; remember what was there."""
-    _set_aside.append((operator, key, operator.py_kernels.pop(key, None)))
+def _enter_eager_operators() -> None:
+    _eager_scopes.callback(FakeTensorMode.cache_clear)
+    for packet in ONLY_IN_TRACING:
+        for overload in getattr(aten, packet).overloads():
+            operator = getattr(getattr(aten, packet), overload)
+            _eager_scopes.callback(operator._dispatch_cache.clear)
+            for key in COMPOSITE_KEYS:
+                _put(operator.py_kernels, key, INSTEAD.get(operator))
+            operator._dispatch_cache.clear()
+    for operator, position in LAID_OUT_ANEW.items():
+        _put(decomposition_table, operator, _laid_out_anew(decomposition_table[operator], position))
+    FakeTensorMode.cache_clear()
+
+
+def _put(table: Any, key: Any, kernel: Callable[..., Any] | None) -> None:
+    """Put a kernel in place of another, or of none, until the scopes close."""
+    before = table.pop(key, None)
     if kernel is not None:
-        operator.py_kernels[key] = kernel
-    operator._dispatch_cache.clear()
+        table[key] = kernel
+    if before is not None:
+        _eager_scopes.callback(table.__setitem__, key, before)
+    else:
+        _eager_scopes.callback(table.pop, key, None)
+
+
+def _laid_out_anew(fake: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """A fake kernel whose first result is contiguous in the memory format of its input, as on CPU."""
+
+    @functools.wraps(fake)  # fake tensors look at a kernel's module and name before they trust it
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first, *others = fake(*args, **kwargs)
+        source = args[position]
+        if first is not None and source.device.type == "cpu":
+            first = torch.empty_like(first, memory_format=suggest_memory_format(source))
+        return (first, *others)
+
+    return run
 
 
 Partition = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
@@ -174,44 +203,34 @@ def _in_the_schedule() -> Any:
     raise AssertionError("this graph is a shell; Encore runs its schedule instead")
 
 
-def real_tensors() -> Any:
-    """Step out of tracing for a while: tensors made inside are real, operators run."""
-    return _disable_current_modes()
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Step out of tracing for a while: tensors made inside are real, operators run as they are called."""
+    with _disable_current_modes(), torch._C._DisableAutocast():
+        yield
 
 
 # -- what a graph's inputs and outputs are to the user ----------------------------------------------------------------
 
 
-def roles_of_primals(joint: fx.GraphModule, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Role]:
-    """Parameter, buffer or input, for every primal of the joint graph."""
+def primals(joint: fx.GraphModule, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Primal]:
+    """What each primal of the joint graph is to the user."""
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
-    roles = []
-    for node, position in _primals(joint, inputs):
-        if position is None:
-            roles.append(Role.PARAMETER if isinstance(node.meta.get("val"), torch.nn.Parameter) else Role.INPUT)
-        elif isinstance(inputs[position], torch.nn.Parameter) or _is_fake_parameter(inputs[position]):
-            roles.append(Role.PARAMETER)
-        else:
-            roles.append(Role.BUFFER if "_buffers_" in names[position] else Role.INPUT)
-    return roles
+    sources = (node for node in joint.graph.find_nodes(op="placeholder") if "tangents" not in node.name)
+    return [_primal(node, names, inputs) for node in sources]
 
 
-def identities_of_primals(joint: fx.GraphModule, inputs: Sequence[Any]) -> list[int | None]:
-    """Which tensor of the user's each primal is, as long as the model lives."""
-    return [None if position is None else id(inputs[position]) for _, position in _primals(joint, inputs)]
-
-
-def _primals(joint: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[fx.Node, int | None]]:
-    """Each primal of the joint graph with its position among the inputs of Dynamo's graph, where it has one."""
-    for node in joint.graph.find_nodes(op="placeholder"):
-        if "tangents" not in node.name:
-            description = node.meta.get("desc")
-            plain = isinstance(description, PlainAOTInput) and description.idx < len(inputs)
-            yield node, description.idx if plain else None
-
-
-def _is_fake_parameter(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and getattr(tensor, "_is_param", False)
+def _primal(node: fx.Node, names: Sequence[str], inputs: Sequence[Any]) -> Primal:
+    description = node.meta.get("desc")
+    if not isinstance(description, PlainAOTInput) or description.idx >= len(inputs):
+        parameter = isinstance(node.meta.get("val"), torch.nn.Parameter)
+        return Primal(Role.PARAMETER if parameter else Role.INPUT, leaf=parameter, identity=None)
+    given = inputs[description.idx]
+    if isinstance(given, torch.nn.Parameter) or getattr(given, "_is_param", False):
+        role = Role.PARAMETER
+    else:
+        role = Role.BUFFER if "_buffers_" in names[description.idx] else Role.INPUT
+    return Primal(role, leaf=isinstance(given, torch.Tensor) and given.is_leaf, identity=id(given))
 
 
 def returned_outputs(joint: fx.GraphModule, num_outputs: int) -> list[bool]:
@@ -246,8 +265,9 @@ def break_reason(module: fx.GraphModule) -> tuple[str, str] | None:
         return None
     frame = reason.user_stack[-1] if reason.user_stack else None
     line = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" if frame else ""
-    text = str(reason.reason).strip()
-    return (text.splitlines()[0] if text else "unknown", line)
+    lines = [text.strip() for text in str(reason.reason).splitlines()]
+    told = [text for text in lines if text and not text.startswith(("Hint:", "Developer debug context:", "For more"))]
+    return ("; ".join(told[:2]) or "unknown", line)
 
 
 # -- calling ---------------------------------------------------------------------------------------------------------
@@ -263,9 +283,10 @@ def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], li
     return compile_(function, backend=backend, dynamic=False, recompile_limit=limit, isolate_recompiles=True)
 
 
-def recurrent_layers_allowed() -> Any:
-    """Let Dynamo trace through `nn.LSTM` and its kin instead of breaking the graph at them."""
-    return torch._dynamo.config.patch(allow_rnn=True)
+def whole_graphs() -> Any:
+    """Let Dynamo trace through `nn.LSTM` and its kin instead of breaking the graph at them, and keep it from cutting
+    the graph into DDP's buckets: a plan wants the whole model."""
+    return torch._dynamo.config.patch(allow_rnn=True, optimize_ddp=False)
 
 
 def original_error(error: BaseException) -> BaseException:

@@ -9,7 +9,7 @@ holds for oneDNN's reorders is taken.
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +19,8 @@ from encore.cost.cache import machine_cache
 from encore.cost.probe import probe_workspace
 from encore.graph import Graph, Op, OpClass
 from encore.graph.values import Ref
+
+log = logging.getLogger("encore")
 
 BOXED_SCALARS = 16
 """A Python number among tensors becomes a tensor of 8 bytes, and 4 more where it is converted."""
@@ -59,9 +61,7 @@ class Workspaces:
         try:
             workspace = probe_workspace(graph, op)
         except Exception as error:  # made-up operands may be refused; the step itself will still run
-            warnings.warn(
-                f"encore: the workspace of {op.target} is a guess: it could not be run ({error})", stacklevel=2
-            )
+            log.info("the workspace of %s is a bound: it could not be run (%s)", op.target, error)
             return _bound(graph, op)
         self._cache.put(key, workspace)
         return workspace

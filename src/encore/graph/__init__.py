@@ -3,7 +3,7 @@
 Everything here is read-only once built. Nothing in this room decides, orders or runs anything.
 """
 
-from encore.graph.build import UnsupportedGraphError, build_graph
+from encore.graph.build import Primal, UnsupportedGraphError, build_graph
 from encore.graph.ops import OpClass, classify
 from encore.graph.values import Graph, Op, Role, Storage, Value, refs
 from encore.graph.verify import verify_graph
@@ -12,6 +12,7 @@ __all__ = [
     "Graph",
     "Op",
     "OpClass",
+    "Primal",
     "Role",
     "Storage",
     "UnsupportedGraphError",

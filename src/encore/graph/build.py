@@ -12,6 +12,7 @@ import functools
 import operator
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from encore.graph.values import Graph, Op, Ref, Role, Storage, Value, block_byte
 aten = torch.ops.aten
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
-MODULE_ROOT = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?")
+MODULE_ROOT = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?(?:__self__\.?)?")
 MODULE_ENTRY = re.compile(r"_modules\[['\"]([^'\"]+)['\"]\]")
 SIDE_EFFECTS = frozenset({OpClass.RANDOM, OpClass.MUTATING, OpClass.COLLECTIVE, OpClass.OPAQUE})
 
@@ -34,13 +35,22 @@ class UnsupportedGraphError(Exception):
     """The graph holds something `Graph` cannot say; the caller runs it as plain PyTorch and reports why."""
 
 
-def build_graph(
-    joint: fx.GraphModule, *, returned: Sequence[bool], roles: Sequence[Role], identities: Sequence[int | None] = ()
-) -> Graph:
-    """Read AOTAutograd's joint graph. `roles` says for each primal what it is to the user; `returned` for each forward
-    output whether the caller holds it afterwards; `identities` which parameter or buffer a primal is."""
-    graph = _Builder(joint, len(returned)).build(returned, roles)
-    graph.identities = list(identities)
+@dataclass(frozen=True, slots=True)
+class Primal:
+    """What an input of the graph is to the user."""
+
+    role: Role
+    leaf: bool
+    """Does its gradient end in a `.grad`?"""
+    identity: int | None
+    """Which tensor of the user's it is, as long as the model lives."""
+
+
+def build_graph(joint: fx.GraphModule, *, primals: Sequence[Primal], returned: Sequence[bool]) -> Graph:
+    """Read AOTAutograd's joint graph. `returned` says for each forward output whether the caller holds it after."""
+    graph = _Builder(joint, len(returned)).build(returned, [primal.role for primal in primals])
+    graph.identities = [primal.identity for primal in primals]
+    graph.leaves = {value for value, primal in zip(graph.primals, primals, strict=True) if primal.leaf}
     return graph
 
 
@@ -55,7 +65,7 @@ class _Builder:
         """How later operators read a node: a Ref, a literal, or (for several results) a tuple of those."""
         self.result: dict[fx.Node, int] = {}
         """The node's own value, where it has one: what graph outputs point to."""
-        self.shared_views: dict[Any, int] = {}
+        self.shared_values: dict[Any, int] = {}
         self.storage_by_pointer: dict[int, int] = {}
         (output,) = joint.graph.find_nodes(op="output")
         flat = pytree.arg_tree_leaves(*output.args)
@@ -131,7 +141,7 @@ class _Builder:
         kind = classify(node.target)
         args = without_unread(node.target, _as_refs(tuple(node.args), self.operand))
         kwargs = _as_refs(dict(node.kwargs), self.operand)
-        if kind is OpClass.VIEW and isinstance(val, torch.Tensor):
+        if isinstance(val, torch.Tensor) and (kind is OpClass.VIEW or self._casts_a_parameter(node, args)):
             same_as = self._same_view(node, args, kwargs, val)
             if same_as is not None:
                 self.operand[node] = Ref(same_as)
@@ -151,6 +161,8 @@ class _Builder:
         if not (args and isinstance(args[0], Ref)):
             return None
         base = self.values[args[0].value]
+        if node.target is aten._to_copy.default:
+            return self._shared(node, args, kwargs)
         if node.target in (aten.detach.default, aten.alias.default) or self._describes(base, val):
             return base.id
         if node.target in (aten.t.default, aten.transpose.int) and base.producer is not None:
@@ -159,11 +171,21 @@ class _Builder:
                 inner = self.values[before.args[0].value]
                 if self._describes(inner, val):
                     return inner.id
+        return self._shared(node, args, kwargs)
+
+    def _casts_a_parameter(self, node: fx.Node, args: Any) -> bool:
+        """Autocast casts a weight at each use while tracing; eager keeps one cast for all of them."""
+        if node.target is not aten._to_copy.default or not isinstance(args[0], Ref):
+            return False
+        return self.values[args[0].value].role is Role.PARAMETER
+
+    def _shared(self, node: fx.Node, args: Any, kwargs: Any) -> int | None:
+        """An equal value made before; else None, and the one to be made now may serve later nodes."""
         key = (node.target, _hashable(args), _hashable(kwargs))
-        if key in self.shared_views:
-            return self.shared_views[key]
+        if key in self.shared_values:
+            return self.shared_values[key]
         if node not in self.exported:
-            self.shared_views[key] = len(self.values)
+            self.shared_values[key] = len(self.values)
         return None
 
     def _describes(self, value: Value, val: torch.Tensor) -> bool:

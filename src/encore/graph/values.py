@@ -95,6 +95,8 @@ class Graph:
     """Tensors and modules baked into the graph, by value."""
     identities: list[int | None] = field(default_factory=list)
     """For every primal that is a parameter or buffer, which one: graphs of one model share them."""
+    leaves: set[int] = field(default_factory=set)
+    """Primals whose gradient autograd collects in a `.grad`, copying it where it is shared or laid out otherwise."""
     returned: list[int] = field(default_factory=list)
     """Outputs the caller holds after forward; the others are new contents of mutated inputs, copied and dropped."""
 

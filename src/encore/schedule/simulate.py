@@ -148,7 +148,7 @@ class _Walk:
             if value is None or (storage := self.storage_of[value]) is None:
                 continue
             copied = storage in seen or not _same_layout(self.graph, primal, value)
-            if copied and self.graph.values[primal].role is Role.PARAMETER:
+            if copied and primal in self.graph.leaves:
                 size = self.graph.values[primal].bytes
                 self.live += size
                 self.by_kind[self.kind_index[Kind.GRADIENT]] += size

@@ -1,0 +1,11 @@
+"""Eager PyTorch and Encore side by side: in one process, in turns, as ratios.
+
+`machine` says where, `compare` holds the measurement of one workload, `suite` runs them all, `table` shows them,
+`progress` tells how far it is. What may not live here: models (`workloads/`) and anything that decides or runs plans.
+"""
+
+from encore.bench.compare import Comparison, Trainee, compare, in_turns
+from encore.bench.machine import Machine, this_machine
+from encore.bench.suite import SUITE, Suite, run_suite
+
+__all__ = ["SUITE", "Comparison", "Machine", "Suite", "Trainee", "compare", "in_turns", "run_suite", "this_machine"]

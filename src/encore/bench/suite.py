@@ -1,0 +1,50 @@
+"""All workloads of the benchmark, one after another, with the machine they ran on."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from encore.bench.compare import STAGES, Comparison, compare
+from encore.bench.machine import Machine, this_machine
+from encore.bench.progress import progress
+from encore.workloads import TINY_SIZES, build
+
+SUITE = ("nmt", "transformer", "resnet", "speech")
+ROUNDS = 9
+QUICK_ROUNDS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """One run of the benchmark."""
+
+    machine: Machine
+    quick: bool
+    """Tiny sizes: a check that everything works. Its times say little."""
+    comparisons: tuple[Comparison, ...]
+
+    def to_json(self) -> str:
+        """Everything as JSON; `encore_bench` is the version of its layout."""
+        found: dict[str, Any] = {"encore_bench": 1, "machine": asdict(self.machine), "quick": self.quick}
+        found["comparisons"] = [comparison.to_dict() for comparison in self.comparisons]
+        return json.dumps(found, indent=2)
+
+
+def run_suite(*, quick: bool = False) -> Suite:
+    """Compare every workload of the suite, telling on stderr how far it is."""
+    comparisons = []
+    for name in SUITE:
+        sizes = TINY_SIZES[name] if quick else {}
+        with progress(f"{name:<11}", STAGES) as tell:
+            comparisons.append(
+                compare(functools.partial(build, name, **sizes), rounds=QUICK_ROUNDS if quick else ROUNDS, tell=tell)
+            )
+        torch.compiler.reset()  # the next workload starts without this one's graphs
+        gc.collect()
+    return Suite(this_machine(), quick, tuple(comparisons))

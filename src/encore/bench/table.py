@@ -1,0 +1,118 @@
+"""The benchmark as people read it: a table in the terminal, a page in the documentation."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+from encore.bench.compare import Comparison
+from encore.bench.machine import Machine
+from encore.bench.suite import Suite
+from encore.report.format import bytes_text
+
+WIDTH = 160
+COLUMNS = (
+    "workload", "operators", "eager peak", "Encore peak", "predicted", "error", "eager step", "Encore step",
+    "ratio (spread)", "first step", "capture", "plan", "simulator", "gradients",
+)  # fmt: skip
+READING = """\
+Eager PyTorch and Encore run in one process, in turns, on the same seed and batch; a step is forward and backward.
+**Peaks** are what the allocator reports for one step above what was alive before it; **predicted** is what Encore said
+before the step ran, and **error** how far that lies above what was measured. **Ratio** is Encore's step time over
+eager's: the median of the rounds, with the lowest and the highest round. **First step** is the first one through
+Encore with everything in it; **capture** is the trace of the joint graph, **plan** is everything from that graph to
+callables, **simulator** one walk over the finished schedule. **Gradients** is the largest absolute difference between
+the two sides."""
+
+
+def cells(found: Comparison) -> tuple[str, ...]:
+    """One comparison, in the order of `COLUMNS`."""
+    return (
+        found.workload if found.graphs == 1 else f"{found.workload} ({found.graphs} graphs)",
+        f"{found.operators:,}",
+        bytes_text(found.eager_peak),
+        bytes_text(found.encore_peak),
+        bytes_text(found.predicted_peak),
+        f"{found.prediction_error:+.2%}",
+        seconds_text(found.eager_seconds),
+        seconds_text(found.encore_seconds),
+        f"{found.ratio:.2f} ({found.lowest_ratio:.2f}-{found.highest_ratio:.2f})",
+        seconds_text(found.first_step_seconds),
+        seconds_text(found.capture_seconds),
+        seconds_text(found.plan_seconds),
+        seconds_text(found.simulator_seconds),
+        "identical" if found.gradient_difference == 0 else f"{found.gradient_difference:.1e}",
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """0.0123 -> '12.3 ms'."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def render(suite: Suite) -> str:
+    """The table for a terminal, a column a workload: fourteen facts side by side fit no screen."""
+    table = Table(box=None, pad_edge=False)
+    rows = list(zip(COLUMNS, *(cells(found) for found in suite.comparisons), strict=True))
+    for position, heading in enumerate(rows[0]):
+        table.add_column(heading, justify="right" if position else "left", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*row)
+    buffer = io.StringIO()
+    Console(file=buffer, width=WIDTH, color_system=None, highlight=False).print(table)
+    lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
+    return "\n".join([*lines, *notes(suite)])
+
+
+def notes(suite: Suite) -> list[str]:
+    """What a reader must know before quoting a number."""
+    told = [f"{found.workload}: plain PyTorch for {part}" for found in suite.comparisons for part in found.plain]
+    if suite.quick:
+        told.append("tiny sizes: times are those of operator calls, not of arithmetic")
+    return told
+
+
+def page(suite: Suite) -> str:
+    """`docs/benchmarks.md`."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "Written by `encore bench --quick --docs`." if suite.quick else "Written by `encore bench --docs`.",
+        "",
+        *READING.splitlines(),
+        "",
+        _markdown_row(COLUMNS),
+        _markdown_row(["---", *["---:"] * (len(COLUMNS) - 1)]),
+        *(_markdown_row(cells(found)) for found in suite.comparisons),
+        "",
+        *(f"- {note}" for note in notes(suite)),
+        f"- {suite.comparisons[0].rounds} rounds a workload, after warm-up",
+        "",
+        "## The machine",
+        "",
+        *(f"- {name}: {value}" for name, value in machine_rows(suite.machine)),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _markdown_row(texts: tuple[str, ...] | list[str]) -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+def machine_rows(machine: Machine) -> list[tuple[str, str]]:
+    """Name and value of every fact, as text."""
+    return [
+        ("encore", machine.encore),
+        ("torch", machine.torch),
+        ("python", machine.python),
+        ("system", machine.system),
+        ("processor", machine.processor),
+        ("cpu capability", machine.cpu_capability),
+        ("cores", f"{machine.cores}, {machine.threads} threads in PyTorch"),
+        ("memory", bytes_text(machine.memory)),
+        ("C++ compiler", machine.compiler or "none found"),
+        ("CUDA devices", ", ".join(machine.cuda) or "none"),
+    ]

@@ -1,0 +1,184 @@
+"""The command line: `encore demo | env | estimate | bench`.
+
+Exit codes: 0 done; 1 an error, told in one line on stderr; 2 a budget that cannot be met, and nothing else.
+Results go to stdout, progress and errors to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import encore
+from encore.errors import BudgetError, EncoreError, OptionError, listed
+
+DONE, FAILED, DOES_NOT_FIT = 0, 1, 2
+BENCHMARKS_PAGE = Path("docs") / "benchmarks.md"
+
+
+class TargetError(EncoreError):
+    """`package.module:factory` does not lead to a model."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse leaves with 2 when it does not understand; here 2 means a budget that cannot be met."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(FAILED, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    arguments = parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except BudgetError as error:
+        print(f"encore: {error}", file=sys.stderr)
+        return DOES_NOT_FIT
+    except EncoreError as error:
+        print(f"encore: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("encore: interrupted", file=sys.stderr)
+        return FAILED
+
+
+def parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    top = _Parser(prog="encore", description="A training-memory compiler for PyTorch.")
+    top.add_argument("--version", action="version", version=f"encore {encore.__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        added.set_defaults(run=run)
+        return added
+
+    demo = command("demo", run_demo, "train a small language model in eager and through Encore, side by side")
+    demo.add_argument("--steps", type=int, metavar="N", help="training steps of either side (default: 300)")
+    demo.add_argument("--json", action="store_true", help="print the numbers as JSON")
+
+    env = command("env", run_env, "show what Encore finds on this machine")
+    env.add_argument("--json", action="store_true", help="print the facts as JSON")
+
+    estimate = command("estimate", run_estimate, "predict what a training step takes; nothing runs")
+    estimate.add_argument(
+        "target",
+        metavar="TARGET",
+        help="package.module:factory; the factory returns (model, args) or (model, args, kwargs), on any device",
+    )
+    estimate.add_argument("--budget", metavar="B", help="bytes, 2GiB, 500MB, 60%% or min; exit code 2 if out of reach")
+    estimate.add_argument("--json", action="store_true", help="print the estimate as JSON")
+
+    bench = command("bench", run_bench, "compare eager and Encore on the benchmark workloads")
+    bench.add_argument("--quick", action="store_true", help="tiny sizes: does everything work?")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE as JSON")
+    bench.add_argument("--docs", action="store_true", help=f"write {BENCHMARKS_PAGE.as_posix()}")
+    return top
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    from encore import demo
+
+    found = demo.run(demo.STEPS if arguments.steps is None else arguments.steps)
+    print(found.to_json() if arguments.json else found)
+    return DONE
+
+
+def run_env(arguments: argparse.Namespace) -> int:
+    from encore.bench.machine import this_machine
+    from encore.bench.table import machine_rows
+    from encore.cost.cache import cache_directory
+
+    machine, directory = this_machine(), str(cache_directory())
+    if arguments.json:
+        print(json.dumps({**dataclasses.asdict(machine), "cache_directory": directory}, indent=2))
+    else:
+        for name, value in [*machine_rows(machine), ("cache directory", directory)]:
+            print(f"{name:<16} {value}")
+    return DONE
+
+
+def run_estimate(arguments: argparse.Namespace) -> int:
+    model, args, kwargs = load_target(arguments.target)
+    estimate = encore.estimate(model, *args, **kwargs)
+    shown: dict[str, Any] = {**estimate.report.to_dict(), "floor": estimate.floor, "pareto": estimate.pareto}
+    refusal: BudgetError | None = None
+    if arguments.budget is not None:
+        try:
+            estimate.plan(arguments.budget)
+        except BudgetError as error:
+            refusal = error
+        shown |= {"budget": arguments.budget, "fits": refusal is None}
+    if arguments.json:
+        print(json.dumps(shown, indent=2))
+    else:
+        print(estimate)
+        if arguments.budget is not None and refusal is None:
+            print(f"  fits a budget of {arguments.budget}")
+    if refusal is not None:
+        raise refusal
+    return DONE
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    from encore.bench.suite import run_suite
+    from encore.bench.table import page, render
+
+    files = {"--json": arguments.json, "--docs": BENCHMARKS_PAGE if arguments.docs else None}
+    for option, file in files.items():  # a benchmark takes minutes: say so before, not after
+        if file is not None and not file.parent.is_dir():
+            raise OptionError(
+                f"{option} writes {file}, but there is no folder {str(file.parent)!r} here; make it first"
+            )
+    suite = run_suite(quick=arguments.quick)
+    print(render(suite))
+    if arguments.json is not None:
+        arguments.json.write_text(suite.to_json() + "\n")
+    if arguments.docs:
+        BENCHMARKS_PAGE.write_text(page(suite))
+    return DONE
+
+
+def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The model and arguments that `package.module:factory` makes."""
+    path, colon, name = target.partition(":")
+    if not (path and colon and name):
+        raise TargetError(f"{target!r} is not a target; write package.module:factory")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does: modules of the folder one stands in can be named
+    module = _users(f"cannot import {path!r}", lambda: importlib.import_module(path))
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        known = [known for known, thing in vars(module).items() if callable(thing) and not known.startswith("_")]
+        raise TargetError(f"{path!r} has no factory {name!r}; it has {listed(known) or 'no callable at all'}")
+    made = _users(f"{target} failed", factory)
+    match made:
+        case (model, tuple() | list() as args) if callable(model):
+            return model, tuple(args), {}
+        case (model, tuple() | list() as args, dict() as kwargs) if callable(model):
+            return model, tuple(args), kwargs
+    raise TargetError(f"{target} must return (model, args) or (model, args, kwargs), not {type(made).__name__}")
+
+
+def _users(what: str, call: Callable[[], Any]) -> Any:
+    """Run the user's code; where it fails, say how and where in a line, without our own frames."""
+    try:
+        return call()
+    except Exception as error:
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename != __file__ and not frame.filename.startswith("<") and "importlib" not in frame.filename
+        ]
+        where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        text = " ".join(str(error).split())
+        raise TargetError(f"{what}: {type(error).__name__}: {text}{where}") from None
