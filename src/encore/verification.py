@@ -96,7 +96,7 @@ def _cotangent(tensor: torch.Tensor, index: int) -> torch.Tensor:
         return torch.ones_like(tensor)
     generator = torch.Generator(tensor.device).manual_seed(index)
     noise = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device).normal_(generator=generator)
-    return noise.to(tensor.dtype)
+    return torch.empty_like(tensor, requires_grad=False).copy_(noise)  # laid out like the output, as a loss would
 
 
 def _named_tensors(prefix: str, tree: Any) -> Tensors:

@@ -9,7 +9,9 @@ holds for oneDNN's reorders is taken.
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +20,14 @@ import torch
 from encore.cost.cache import machine_cache
 from encore.cost.probe import probe_workspace
 from encore.graph import Graph, Op, OpClass
-from encore.graph.values import Ref
+from encore.graph.values import Ref, Value
 
 log = logging.getLogger("encore")
 
 BOXED_SCALARS = 16
 """A Python number among tensors becomes a tensor of 8 bytes, and 4 more where it is converted."""
 
+ONEDNN_CHANNELS = 16
 REORDERS = frozenset({"convolution", "convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})
 """Operators that copy operands and results into layouts of their own."""
 
@@ -40,10 +43,10 @@ class Workspaces:
     def __call__(self, graph: Graph, op: Op) -> int:
         if op.kind is OpClass.VIEW:
             return 0
-        if op.kind not in (OpClass.CHEAP, OpClass.HEAVY):
+        if not _is_pure_aten(op):
             return BOXED_SCALARS if op.kind is OpClass.RANDOM else 0
         if torch.Tag.pointwise in op.target.tags:
-            return BOXED_SCALARS if any(isinstance(argument, int | float) for argument in op.args) else 0
+            return _pointwise(graph, op)
         key = _signature(graph, op)
         if key not in self._known:
             self._known[key] = self._ask(graph, op, key)
@@ -67,17 +70,52 @@ class Workspaces:
         return workspace
 
 
+def _is_pure_aten(op: Op) -> bool:
+    """PyTorch's own, drawing nothing and writing to nothing: safe to run on made-up operands."""
+    if op.kind is OpClass.OPAQUE:
+        return isinstance(op.target, torch._ops.OpOverload) and op.target.namespace == "aten"
+    return op.kind in (OpClass.CHEAP, OpClass.HEAVY)
+
+
+def _pointwise(graph: Graph, op: Op) -> int:
+    """A number among the operands is boxed; an operand of another type is cast into a temporary."""
+    boxed = BOXED_SCALARS if any(isinstance(argument, int | float) for argument in op.args) else 0
+    operands = [graph.values[value] for value in op.reads if graph.values[value].dtype is not None]
+    shaped = [value for value in operands if value.shape] or operands
+    if len({value.dtype for value in shaped}) < 2:
+        return boxed
+    common = functools.reduce(torch.promote_types, (value.dtype for value in shaped if value.dtype is not None))
+    cast = [value for value in shaped if value.dtype != common]
+    return boxed + sum(math.prod(value.shape) * common.itemsize for value in cast)
+
+
 def _bound(graph: Graph, op: Op) -> int:
-    if op.target.overloadpacket.__name__ in REORDERS:
-        return sum(graph.values[value].bytes for value in (*op.reads, *op.writes) if value is not None)
+    packet = op.target.overloadpacket.__name__
+    if packet in REORDERS:
+        return sum(_blocked(graph.values[value]) for value in (*op.reads, *op.writes) if value is not None)
     rule = RULES.get(op.target)
-    return BOXED_SCALARS if rule is None else rule(graph, op)
+    if rule is not None:
+        return rule(graph, op)
+    expanded = (graph.values[value] for value in op.reads if 0 in graph.values[value].stride)
+    return BOXED_SCALARS + sum(value.bytes for value in expanded) * (op.kind is OpClass.HEAVY)
+
+
+def _blocked(value: Value) -> int:
+    """Bytes in oneDNN's layouts, which pad channels to a vector: dimension 1, and 0 as well where it is a weight's."""
+    shape = [max(size, 1) for size in value.shape]
+    for dimension in range(min(2, len(shape)) if len(shape) > 2 else 0):
+        if dimension == 1 or shape[0] % ONEDNN_CHANNELS:
+            shape[dimension] = -(-shape[dimension] // ONEDNN_CHANNELS) * ONEDNN_CHANNELS
+    itemsize = value.dtype.itemsize if value.dtype is not None else 0
+    return max(value.bytes, min(math.prod(shape) * itemsize, 4 * value.bytes))
 
 
 def _can_run(graph: Graph, op: Op) -> bool:
     """Are there devices for its operands, and memory layouts that can be made up?"""
     for value in op.reads:
         storage = graph.values[value].storage
+        if 0 in graph.values[value].shape:
+            return False  # kernels that take a size for granted have crashed on empty operands
         if storage is None or (not graph.values[value].stride and graph.values[value].shape):
             return False
         kind = graph.storages[storage].device.partition(":")[0]

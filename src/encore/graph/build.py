@@ -28,6 +28,7 @@ aten = torch.ops.aten
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 MODULE_ROOT = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?(?:__self__\.?)?")
 MODULE_ENTRY = re.compile(r"_modules\[['\"]([^'\"]+)['\"]\]")
+EMPTY_CONSTRUCTORS = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided)
 SIDE_EFFECTS = frozenset({OpClass.RANDOM, OpClass.MUTATING, OpClass.COLLECTIVE, OpClass.OPAQUE})
 
 
@@ -67,6 +68,9 @@ class _Builder:
         """The node's own value, where it has one: what graph outputs point to."""
         self.shared_values: dict[Any, int] = {}
         self.storage_by_pointer: dict[int, int] = {}
+        self.offsets: dict[int, int] = {}
+        self.lazily_negated: set[int] = set()
+        """Values that carry PyTorch's conjugate or negative bit."""
         (output,) = joint.graph.find_nodes(op="output")
         flat = pytree.arg_tree_leaves(*output.args)
         self.output_nodes, self.gradient_nodes = flat[:num_outputs], flat[num_outputs:]
@@ -138,7 +142,10 @@ class _Builder:
         if literal is not None:
             self.operand[node] = literal
             return
-        kind = classify(node.target)
+        target = node.target
+        if target is aten.bernoulli.p and self._is_empty(node.args[0]):
+            target = torch.ops.encore.bernoulli_noise.default
+        kind = classify(target)
         args = without_unread(node.target, _as_refs(tuple(node.args), self.operand))
         kwargs = _as_refs(dict(node.kwargs), self.operand)
         if isinstance(val, torch.Tensor) and (kind is OpClass.VIEW or self._casts_a_parameter(node, args)):
@@ -147,7 +154,7 @@ class _Builder:
                 self.operand[node] = Ref(same_as)
                 if node not in self.exported:
                     return
-        op = self._new_op(node, kind, args, kwargs, val)
+        op = self._new_op(node, target, kind, args, kwargs, val)
         if op.returns_tuple:
             self.operand[node] = tuple(None if value is None else Ref(value) for value in op.writes)
         elif op.writes[0] is not None:
@@ -173,6 +180,10 @@ class _Builder:
                     return inner.id
         return self._shared(node, args, kwargs)
 
+    def _is_empty(self, node: Any) -> bool:
+        """Was this made only to be filled? Then what reads it stands for an in-place operator."""
+        return isinstance(node, fx.Node) and getattr(node.target, "overloadpacket", None) in EMPTY_CONSTRUCTORS
+
     def _casts_a_parameter(self, node: fx.Node, args: Any) -> bool:
         """Autocast casts a weight at each use while tracing; eager keeps one cast for all of them."""
         if node.target is not aten._to_copy.default or not isinstance(args[0], Ref):
@@ -190,6 +201,8 @@ class _Builder:
 
     def _describes(self, value: Value, val: torch.Tensor) -> bool:
         """Is this fake tensor the same window on the same storage as the value?"""
+        if val.is_conj() or val.is_neg() or value.id in self.lazily_negated:
+            return False  # the same bytes, read differently
         return (
             value.storage == self._storage(val)
             and value.shape == _ints(val.shape)
@@ -200,11 +213,7 @@ class _Builder:
 
     # -- records -----------------------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def offsets(self) -> dict[int, int]:
-        return {}
-
-    def _new_op(self, node: fx.Node, kind: OpClass, args: Any, kwargs: Any, val: Any) -> Op:
+    def _new_op(self, node: fx.Node, target: Any, kind: OpClass, args: Any, kwargs: Any, val: Any) -> Op:
         returns_tuple = isinstance(val, tuple | list)
         results = list(val) if returns_tuple else [val]
         if any(isinstance(result, tuple | list) for result in results):
@@ -212,7 +221,7 @@ class _Builder:
         op = Op(
             id=len(self.ops),
             name=node.name,
-            target=node.target,
+            target=target,
             args=args,
             kwargs=kwargs,
             reads=tuple(dict.fromkeys(refs((args, kwargs)))),
@@ -234,8 +243,9 @@ class _Builder:
             if kind is not OpClass.VIEW:
                 self._separate_from_siblings(value, writes)
             if position in sizes and value.storage is not None:
-                value.shape, value.stride = (sizes[position],), (1,)
-                value.bytes = self.storages[value.storage].bytes = sizes[position]
+                if value.shape == (0,):
+                    value.shape, value.stride, value.bytes = (sizes[position],), (1,), sizes[position]
+                self.storages[value.storage].bytes = sizes[position]
             writes.append(value.id)
         op.writes = tuple(writes)
         for value_id in op.reads:
@@ -257,6 +267,8 @@ class _Builder:
         self.values.append(value)
         if tensor is not None:
             self.offsets[value.id] = _offset(tensor)
+            if tensor.is_conj() or tensor.is_neg():
+                self.lazily_negated.add(value.id)
         if value.storage is not None:
             self.storages[value.storage].values.append(value.id)
         return value

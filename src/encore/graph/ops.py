@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+import encore.graph.random_ops  # noqa: F401 - registers encore::*
+
 aten = torch.ops.aten
 
 
@@ -73,11 +75,11 @@ CHEAP_PACKETS = frozenset({
     # pooling
     "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward",
     "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d", "adaptive_max_pool2d_backward",
-    "avg_pool1d", "mean_backward",
+    "avg_pool1d",
     # losses, dropout's backward, and pointwise operators that carry no tag
     "nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward", "mse_loss",
     "mse_loss_backward", "smooth_l1_loss", "smooth_l1_loss_backward", "huber_loss", "huber_loss_backward",
-    "binary_cross_entropy", "binary_cross_entropy_backward", "_ctc_loss", "_ctc_loss_backward",
+    "binary_cross_entropy", "binary_cross_entropy_backward", "binary_cross_entropy_with_logits", "_ctc_loss", "_ctc_loss_backward",
     "native_dropout_backward", "gelu_backward", "silu_backward", "threshold_backward", "tanh_backward",
     "sigmoid_backward", "elu_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward",
     "leaky_relu_backward", "softplus_backward", "mish_backward", "log_sigmoid_forward", "log_sigmoid_backward",
@@ -86,8 +88,15 @@ CHEAP_PACKETS = frozenset({
     "searchsorted",
 })  # fmt: skip
 
-VIEW_PACKETS = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh"})
+VIEW_PACKETS = frozenset({
+    "_unsafe_view", "_reshape_alias", "lift_fresh", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk",
+})  # fmt: skip
 """Aliases that their schema does not declare."""
+
+DRAWS_NOTHING = frozenset({
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+})  # fmt: skip
+"""Tagged as random for the sake of a dropout that their kernel refuses."""
 
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem"})
 
@@ -101,6 +110,8 @@ def classify(target: Any) -> OpClass:
         return OpClass.OPAQUE
     if target.namespace in COLLECTIVE_NAMESPACES:
         return OpClass.COLLECTIVE
+    if target.overloadpacket.__name__ in DRAWS_NOTHING:
+        return OpClass.HEAVY
     if torch.Tag.nondeterministic_seeded in target.tags:
         return OpClass.RANDOM
     if target._schema.is_mutable:
@@ -131,8 +142,7 @@ def _out_variants() -> dict[Any, Any]:
     """Pointwise operators that may write over a dying operand, and the overload that does so."""
     pairs = {
         "add.Tensor": "add.out", "sub.Tensor": "sub.out", "mul.Tensor": "mul.out", "div.Tensor": "div.out",
-        "mul.Scalar": "mul.Scalar_out", "div.Scalar": "div.Scalar_out", "add.Scalar": "add.Scalar_out",
-        "sub.Scalar": "sub.Scalar_out", "maximum.default": "maximum.out", "minimum.default": "minimum.out",
+        "maximum.default": "maximum.out", "minimum.default": "minimum.out",
         "sigmoid.default": "sigmoid.out", "tanh.default": "tanh.out",
         "exp.default": "exp.out", "neg.default": "neg.out", "sqrt.default": "sqrt.out", "rsqrt.default": "rsqrt.out",
         "log.default": "log.out", "abs.default": "abs.out", "reciprocal.default": "reciprocal.out",
@@ -182,10 +192,15 @@ def _masked_fill_(base: Any, mask: Any, value: Any) -> Any:
 WRITES_FIRST: dict[Any, Callable[..., Any]] = {
     aten.slice_scatter.default: _slice_scatter_,
     aten.select_scatter.default: _select_scatter_,
+    torch.ops.encore.bernoulli_noise.default: _bernoulli_,
     aten.bernoulli.p: _bernoulli_,
     aten.masked_fill.Scalar: _masked_fill_,
     aten.masked_fill.Tensor: _masked_fill_,
-    aten.relu.default: aten.relu_.default,  # relu.out computes aside and copies
+    aten.relu.default: aten.relu_.default,  # relu.out and the Scalar_out overloads compute aside and copy
+    aten.add.Scalar: aten.add_.Scalar,
+    aten.sub.Scalar: aten.sub_.Scalar,
+    aten.mul.Scalar: aten.mul_.Scalar,
+    aten.div.Scalar: aten.div_.Scalar,
     aten.index_put.default: aten.index_put_.default,
     aten.index_add.default: aten.index_add_.default,
     aten.scatter.src: aten.scatter_.src,

@@ -2,7 +2,8 @@
 
 On CPU, eager dropout draws into an empty tensor shaped *and strided* like its input. A functional graph would draw into
 a contiguous one instead: for a transposed input that is another mask. `encore::dropout_noise` is the draw as one
-operator, so that the same seed gives the same mask, and a planner sees one random value instead of three.
+operator, so that the same seed gives the same mask, and a planner sees one random value instead of three;
+`encore::bernoulli_noise` stands for any other `empty.bernoulli_(p)`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,20 @@ def _fake_dropout_noise(like: torch.Tensor, p: float) -> torch.Tensor:
 
 _library.impl("dropout_noise", dropout_noise, "CompositeExplicitAutograd")
 torch.library.register_fake("encore::dropout_noise", _fake_dropout_noise, lib=_library)
+
+
+_library.define(
+    "bernoulli_noise(Tensor like, float p, *, Generator? generator=None) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+def bernoulli_noise(like: torch.Tensor, p: float, *, generator: torch.Generator | None = None) -> torch.Tensor:
+    """`empty_like(like).bernoulli_(p)`, drawn in the order of that memory; contiguous, as the functional graph says."""
+    return torch.empty_like(like).bernoulli_(p, generator=generator).contiguous()
+
+
+_library.impl("bernoulli_noise", bernoulli_noise, "CompositeExplicitAutograd")
 
 
 def traced_dropout(source: torch.Tensor, p: float, train: bool) -> torch.Tensor:

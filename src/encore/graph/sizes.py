@@ -3,6 +3,8 @@
 oneDNN's recurrent layer returns a workspace that holds what its backward needs: gates, states and room for their
 gradients, each rounded up to a page. PyTorch's fake kernel returns an empty tensor for it. The layout below was
 derived from the sizes that oneDNN v3.12 asks for (float32), and is checked against the real operator in the tests.
+
+Reduced losses are computed element by element into their result, which then shrinks to a scalar and keeps the memory.
 """
 
 from __future__ import annotations
@@ -19,18 +21,23 @@ PAGE = 4096
 LSTM_MODE = 2
 
 
+SHRINKING_LOSSES = (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)
+
+
 def true_bytes(target: Any, args: Sequence[Any], values: Sequence[Value]) -> dict[int, int]:
     """Bytes by result position, for the results whose fake tensor is wrong."""
     if target is aten.mkldnn_rnn_layer.default:
         return _onednn_lstm(args, values)
+    if target in SHRINKING_LOSSES and isinstance(args[0], Ref):
+        return {0: values[args[0].value].bytes}
     return {}
 
 
 def _onednn_lstm(args: Sequence[Any], values: Sequence[Value]) -> dict[int, int]:
-    source, mode, hidden, train = args[0], args[9], args[10], args[15]
+    source, mode, hidden = args[0], args[9], args[10]
     assert isinstance(source, Ref)
     steps, batch, features = values[source.value].shape  # time comes first by now, whatever batch_first says
-    if mode != LSTM_MODE or not train:
+    if mode != LSTM_MODE:
         return {}
     return {3: onednn_lstm_workspace(steps, batch, features, hidden)}
 

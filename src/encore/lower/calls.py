@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from encore.graph.random_ops import dropout_noise
+from encore.graph.random_ops import bernoulli_noise, dropout_noise
 
 aten = torch.ops.aten
 
@@ -42,13 +42,8 @@ def _with_grad_mode(target: Any) -> Callable[..., Any]:
     return run
 
 
-def _bernoulli(like: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> torch.Tensor:
-    """The functional form of `like.bernoulli_(p)`: drawn in the order of the memory that eager would have filled."""
-    return torch.empty_like(like).bernoulli_(p, generator=generator).contiguous()
-
-
 SPECIAL: dict[Any, Callable[..., Any]] = {
-    aten.bernoulli.p: _bernoulli,
+    torch.ops.encore.bernoulli_noise.default: bernoulli_noise,
     torch.ops.encore.dropout_noise.default: dropout_noise,
     aten.mkldnn_rnn_layer.default: _with_grad_mode(aten.mkldnn_rnn_layer.default),
 }

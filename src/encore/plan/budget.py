@@ -59,16 +59,15 @@ def budget_error(plan: Plan, budget: Budget, limit: int, floor: int) -> BudgetEr
 def pins_of(plan: Plan) -> list[Pin]:
     """The largest tensors alive at the plan's worst moment."""
     graph = plan.schedule.graph
-    return [pin_of(graph, storage) for storage in plan.timeline.alive_at_worst[:LISTED_PINS]]
+    return [pin_of(graph, value) for value in plan.timeline.alive_at_worst[:LISTED_PINS]]
 
 
-def pin_of(graph: Graph, storage: int) -> Pin:
-    value = graph.values[graph.storages[storage].values[0]]
-    producer = graph.producer(value.id)
+def pin_of(graph: Graph, value_id: int) -> Pin:
+    value, producer = graph.values[value_id], graph.producer(value_id)
     return Pin(
         name=value.name,
         module=producer.module if producer else "",
         source=producer.source if producer else "",
         shape=value.shape,
-        bytes=graph.storages[storage].bytes,
+        bytes=graph.bytes_of(value_id),
     )

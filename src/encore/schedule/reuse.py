@@ -74,6 +74,8 @@ def _same_window(graph: Graph, value: Value, result: Value) -> bool:
         and value.stride == result.stride
         and value.dtype == result.dtype
         and mine.device == its.device
+        and value.dtype is not None
+        and not value.dtype.is_complex  # such a tensor may be read as its conjugate
         and block_bytes(value.bytes, mine.device) == mine.bytes == its.bytes
         and value.bytes > 0
     )

@@ -7,6 +7,7 @@ and are not part of its peak. On CPU this matches the allocator to the byte.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class Timeline:
     worst: int
     """Position of the worst moment."""
     alive_at_worst: tuple[int, ...]
-    """Storages alive at the worst moment, largest first."""
+    """Values alive at the worst moment, one a storage, largest first."""
     workspace_at_worst: int
 
     @property
@@ -63,9 +64,26 @@ class Timeline:
 def simulate(
     schedule: Schedule, workspace: Workspace = lambda graph, op: 0, *, outputs_outlive: bool = True
 ) -> Timeline:
-    """Walk the schedule once, forward then backward. The user is taken to hold the outputs until the end, unless they
+    """Walk the schedule, forward then backward. The user is taken to hold the outputs until the end, unless they
     only go on to the next graph of a broken model (`outputs_outlive=False`), which is done with them by then."""
     walk = _Walk(schedule, workspace)
+    saved = _walk_step(walk, schedule, outputs_outlive)
+    worst = max(range(len(walk.moments)), key=lambda position: walk.moments[position].peak)
+    again = _Walk(schedule, workspace, stop_at=worst)
+    with contextlib.suppress(_Reached):
+        _walk_step(again, schedule, outputs_outlive)
+    return Timeline(
+        moments=tuple(walk.moments),
+        resident=walk.resident,
+        saved=saved,
+        worst=worst,
+        alive_at_worst=again.alive(),
+        workspace_at_worst=walk.moments[worst].peak - walk.moments[worst].live,
+    )
+
+
+def _walk_step(walk: _Walk, schedule: Schedule, outputs_outlive: bool) -> int:
+    """The whole step; returns the bytes alive between forward and backward."""
     graph = schedule.graph
     walk.phase("forward", schedule.forward, given=graph.primals)
     walk.hold(graph.returned)
@@ -77,11 +95,16 @@ def simulate(
     walk.hold(graph.tangents)
     walk.phase("backward", schedule.backward, given=(*schedule.saved, *graph.tangents))
     walk.hold_gradients()
-    return walk.timeline(saved)
+    return saved
+
+
+class _Reached(Exception):  # noqa: N818 - not an error: the walk has come as far as it was asked to
+    pass
 
 
 class _Walk:
-    def __init__(self, schedule: Schedule, workspace: Workspace) -> None:
+    def __init__(self, schedule: Schedule, workspace: Workspace, stop_at: int | None = None) -> None:
+        self.stop_at = stop_at
         self.graph = schedule.graph
         self.workspace = workspace
         self.external = self.graph.external
@@ -94,10 +117,6 @@ class _Walk:
         self.live = 0
         self.resident = self._count_resident()
         self.moments: list[Moment] = []
-        self.worst = 0
-        self.worst_peak = -1
-        self.workspace_at_worst = 0
-        self.looks_at_worst: dict[int, int] = {}
 
     def phase(self, name: str, actions: Sequence[Action], given: Iterable[int]) -> None:
         for value in given:
@@ -116,12 +135,9 @@ class _Walk:
                 self.note(name, action, self.workspace(self.graph, op))
 
     def note(self, phase: str, action: Action | None, workspace: int) -> None:
-        peak = self.live + workspace
-        if peak > self.worst_peak:
-            self.worst, self.worst_peak = len(self.moments), peak
-            self.workspace_at_worst = workspace
-            self.looks_at_worst = dict(self.looks)
-        self.moments.append(Moment(phase, action, self.live, peak, tuple(self.by_kind)))
+        self.moments.append(Moment(phase, action, self.live, self.live + workspace, tuple(self.by_kind)))
+        if self.stop_at == len(self.moments) - 1:
+            raise _Reached
 
     def hold(self, values: Iterable[int]) -> None:
         """Somebody outside keeps these from now on."""
@@ -158,17 +174,15 @@ class _Walk:
             seen.add(storage)
         self.note("end", None, 0)
 
-    def timeline(self, saved: int) -> Timeline:
-        alive = [storage for storage, looks in self.looks_at_worst.items() if looks and storage not in self.external]
-        alive.sort(key=lambda storage: -self.graph.storages[storage].bytes)
-        return Timeline(
-            moments=tuple(self.moments),
-            resident=self.resident,
-            saved=saved,
-            worst=self.worst,
-            alive_at_worst=tuple(alive),
-            workspace_at_worst=self.workspace_at_worst,
-        )
+    def alive(self) -> tuple[int, ...]:
+        """One value for every storage alive now, largest storage first: the one made last where several look at it."""
+        latest = {storage: value for value in self.names if (storage := self.storage_of[value]) is not None}
+        for value, storage in enumerate(self.storage_of):
+            if storage is not None and self.looks.get(storage):
+                latest.setdefault(storage, value)
+        ours = [storage for storage in latest if storage not in self.external]
+        ours.sort(key=lambda storage: -self.graph.storages[storage].bytes)
+        return tuple(latest[storage] for storage in ours)
 
     # -- names and storages ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,7 @@
+"""`python -m encore` is the `encore` command."""
+
+import sys
+
+from encore.cli import main
+
+sys.exit(main())

@@ -1,0 +1,155 @@
+"""One corrupted copy of a real graph for each rule of the verifier."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from captured import Perceptron, captured_graph, named
+from encore.errors import IllegalGraphError
+from encore.graph import Graph, Op, Role, verify_graph
+from encore.graph.values import Ref
+
+
+@functools.cache
+def perceptron() -> Graph:
+    torch._dynamo.reset()
+    return captured_graph(Perceptron(), torch.randn(3, 4))
+
+
+def op(graph: Graph, name: str) -> Op:
+    (found,) = [op for op in graph.ops if op.name == name]
+    return found
+
+
+def swap_values(graph: Graph) -> None:
+    graph.values[5], graph.values[6] = graph.values[6], graph.values[5]
+
+
+def swap_storages(graph: Graph) -> None:
+    graph.storages[0], graph.storages[1] = graph.storages[1], graph.storages[0]
+
+
+def renumber_an_operator(graph: Graph) -> None:
+    graph.ops[3].id = 4
+
+
+def write_an_input(graph: Graph) -> None:
+    graph.values[graph.primals[0]].producer = 0
+
+
+def read_too_early(graph: Graph) -> None:
+    first, later = op(graph, "t"), named(graph, "relu")
+    first.args, first.reads = (Ref(later.id),), (later.id,)
+    later.readers.append(first.id)
+
+
+def forget_a_reader(graph: Graph) -> None:
+    named(graph, "relu").readers.remove(op(graph, "addmm_1").id)
+
+
+def read_more_than_the_arguments(graph: Graph) -> None:
+    reader, extra = op(graph, "addmm_1"), named(graph, "addmm")
+    reader.reads = (*reader.reads, extra.id)
+    extra.readers.append(reader.id)
+
+
+def write_twice(graph: Graph) -> None:
+    op(graph, "addmm_1").writes = (named(graph, "relu").id,)
+
+
+def write_anothers_value(graph: Graph) -> None:
+    named(graph, "relu").producer = op(graph, "addmm").id
+
+
+def let_nothing_leave(graph: Graph) -> None:
+    orphan = dataclasses.replace(graph.values[-1], id=len(graph.values), name="orphan", producer=None, storage=None)
+    graph.values.append(orphan)
+    graph.gradients[0] = orphan.id
+
+
+def claim_a_foreign_value(graph: Graph) -> None:
+    graph.storages[0].values.append(named(graph, "relu").id)
+
+
+def leave_a_storage(graph: Graph) -> None:
+    value = named(graph, "relu")
+    assert value.storage is not None
+    graph.storages[value.storage].values.remove(value.id)
+
+
+def shrink_a_storage(graph: Graph) -> None:
+    value = named(graph, "relu")
+    assert value.storage is not None
+    graph.storages[value.storage].bytes -= 1
+
+
+def wait_for_a_tangent(graph: Graph) -> None:
+    op(graph, "expand").forward = True
+
+
+def read_a_backward_value(graph: Graph) -> None:
+    op(graph, "t_7").forward = True
+
+
+def compute_an_output_in_backward(graph: Graph) -> None:
+    op(graph, "sum_1").forward = False
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "rule"),
+    [
+        (swap_values, r"value 6 stands at position 5"),
+        (swap_storages, r"storage 1 stands at position 0"),
+        (renumber_an_operator, r"op 4 stands at position 3"),
+        (write_an_input, r"primals_1 comes from outside and is written too"),
+        (read_too_early, r"t reads relu before it is written"),
+        (forget_a_reader, r"addmm_1 is missing among the readers of value \d+"),
+        (read_more_than_the_arguments, r"addmm_1 reads other values than its arguments"),
+        (write_twice, r"relu is written twice"),
+        (write_anothers_value, r"relu writes a value of another operator"),
+        (let_nothing_leave, r"value \d+ leaves the graph but was never written"),
+        (claim_a_foreign_value, r"storage 0 claims a foreign value \d+"),
+        (leave_a_storage, r"relu is missing in its storage"),
+        (shrink_a_storage, r"relu is larger than its storage"),
+        (wait_for_a_tangent, r"forward operator expand waits for a tangent"),
+        (read_a_backward_value, r"forward operator t_7 reads a backward value"),
+        (compute_an_output_in_backward, r"output \d+ is computed in backward"),
+    ],
+    ids=lambda argument: getattr(argument, "__name__", ""),
+)
+def test_a_broken_rule_is_named(corrupt: Callable[[Graph], None], rule: str) -> None:
+    graph = copy.deepcopy(perceptron())
+    verify_graph(graph)
+    corrupt(graph)
+    with pytest.raises(IllegalGraphError, match=f"^illegal graph: {rule}$"):
+        verify_graph(graph)
+
+
+def test_a_view_that_overlaps_itself_may_be_larger_than_its_storage() -> None:
+    graph = perceptron()
+    spread = named(graph, "expand")
+    assert spread.storage is not None
+    assert spread.bytes > graph.storages[spread.storage].bytes
+    assert graph.values[graph.tangents[0]].role is Role.TANGENT
+    verify_graph(graph)
+
+
+class Windows(torch.nn.Module):
+    """Windows of two steps, each overlapping the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).unfold(1, 2, 1)
+
+
+def test_overlapping_windows_are_legal() -> None:
+    verify_graph(captured_graph(Windows(), torch.randn(3, 6, 8)))

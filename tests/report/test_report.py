@@ -1,0 +1,173 @@
+"""A report as text and as data: golden output, folded rows, JSON that comes back as it went."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import encore
+from captured import train_step
+from encore.report.report import DecisionRow, GraphRow, Prediction
+from encore.report.table import LISTED_ROWS, _common_path, fold
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+        self.leave = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.blocks(x)).sum()
+
+
+def deep_report() -> encore.Report:
+    model = encore.compile(Deep())
+    train_step(model, torch.randn(16, 8))
+    return encore.report(model)
+
+
+def test_a_report_reads_like_this() -> None:
+    line = inspect.getsourcelines(Block.forward)[1] + 1
+    # 900 B of parameters and 512 B of inputs; the peak: two feature maps, the loss, and while the gradient of the last
+    # block's weight is made, the gradients so far and two temporaries.
+    assert str(deep_report()) == (
+        "Encore: Deep (eager lowering)\n"
+        "  resident             1.38 KiB   parameters, buffers, inputs\n"
+        "  step peak            2.32 KiB   predicted; unplanned 2.32 KiB\n"
+        "  saved for backward   1.50 KiB\n"
+        "  overhead                0.0%    predicted extra time\n"
+        "  at the peak       gradient 328 B, feature map 1.00 KiB, output 4 B, temporary 1.00 KiB\n"
+        "   bytes  times  action  module        shape  line\n"
+        f"1.50 KiB     x3  keep    blocks.[0-2]  16x8   test_report.py:{line}\n"
+        "why: nothing to gain: the step fits as it is"
+    )
+
+
+def test_the_numbers_of_a_report() -> None:
+    report = deep_report()
+    parameters = 4 * (3 * (64 + 8) + 8 + 1)
+    assert report.resident == parameters + 4 * 16 * 8
+    assert report.planned == report.unplanned
+    assert report.planned.saved == 3 * 512 + 4
+    assert report.planned.step_peak == sum(report.planned.at_peak.values())
+    assert [(row.bytes, row.shape, row.action, row.seconds) for row in report.decisions] == [
+        (512, (16, 8), "keep", 0.0)
+    ] * 3
+    assert sorted(row.module for row in report.decisions) == ["blocks.0", "blocks.1", "blocks.2"]
+    (graph,) = report.graphs
+    assert (graph.step_peak, graph.saved) == (report.planned.step_peak, report.planned.saved)
+    assert list(graph.seconds) == ["capture", "facts", "verify", "plan", "lower"]
+
+
+def test_json_holds_the_whole_report() -> None:
+    report = deep_report()
+    data = json.loads(report.to_json())
+    assert data.pop("encore_report") == 1
+    assert data == json.loads(json.dumps(dataclasses.asdict(report)))
+    rows = tuple(DecisionRow(**{**row, "shape": tuple(row["shape"])}) for row in data.pop("decisions"))
+    graphs = tuple(GraphRow(**row) for row in data.pop("graphs"))
+    data |= {key: Prediction(**data[key]) for key in ("planned", "unplanned")} | {"plain": tuple(data["plain"])}
+    assert encore.Report(**data, decisions=rows, graphs=graphs) == report
+
+
+def test_bytes_beside_the_step_are_resident() -> None:
+    model = encore.compile(Deep(), resident=1000)
+    train_step(model, torch.randn(16, 8))
+    assert encore.report(model).resident == deep_report().resident + 1000
+
+
+# -- folding -----------------------------------------------------------------------------------------------------------
+
+
+def row(module: str, size: int = 8, why: str = "because", source: str = "m.py:1") -> DecisionRow:
+    return DecisionRow("v", module, source, (2,), size, "keep", why, 0.0)
+
+
+def test_rows_that_differ_in_numbers_fold() -> None:
+    rows = [row(f"layers.{index}.fc") for index in range(6)]
+    assert fold(rows) == [(rows[0], 6, "layers.[0-5].fc")]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        row("layers.1.gate"),
+        row("layers.1.fc", size=9),
+        row("layers.1.fc", why="else"),
+        row("layers.1.fc", source="m.py:2"),
+    ],
+)
+def test_rows_that_differ_otherwise_do_not_fold(other: DecisionRow) -> None:
+    assert len(fold([row("layers.0.fc"), other])) == 2
+
+
+def test_folded_rows_stand_by_their_total() -> None:
+    small, large = [row(f"a.{index}", size=3) for index in range(5)], row("b", size=10)
+    assert [(first.module, times) for first, times, _ in fold([large, *small])] == [("a.0", 5), ("b", 1)]
+
+
+@pytest.mark.parametrize(
+    ("paths", "common"),
+    [
+        (["encoder"], "encoder"),
+        ([""], ""),
+        (["layers.7.fc"], "layers.7.fc"),
+        (["layers.0.fc", "layers.1.fc", "layers.2.fc"], "layers.[0-2].fc"),
+        (["layers.2", "layers.0", "layers.1"], "layers.[0-2]"),
+        (["layers.0", "layers.2"], "layers.[0,2]"),
+        (["a.0.b.3", "a.1.b.3"], "a.[0-1].b.3"),
+        (["a.0.b.0", "a.0.b.1", "a.1.b.0", "a.1.b.1"], "a.[0-1].b.[0-1]"),
+        (["fc1", "fc1"], "fc1"),
+        (["layers.9", "layers.10"], "layers.[9-10]"),
+    ],
+)
+def test_the_common_path(paths: list[str], common: str) -> None:
+    assert _common_path(paths) == common
+
+
+def with_rows(rows: list[DecisionRow]) -> str:
+    return str(dataclasses.replace(deep_report(), decisions=tuple(rows)))
+
+
+def test_a_long_table_is_cut_and_says_so() -> None:
+    text = with_rows([row(f"{chr(97 + index % 26)}{chr(97 + index // 26)}") for index in range(LISTED_ROWS + 3)])
+    assert "\n... and 3 smaller rows; to_json() has them all" in text
+    assert text.count("  keep  ") == LISTED_ROWS
+
+
+def test_reasons_that_differ_have_a_column() -> None:
+    text = with_rows([row("a", why="first reason"), row("b", why="second reason")])
+    assert "why:" not in text
+    assert ends_a_line(text, "first reason")
+    assert ends_a_line(text, "second reason")
+
+
+def ends_a_line(text: str, reason: str) -> bool:
+    return any(line.endswith(reason) for line in text.splitlines())
+
+
+def test_parts_that_run_as_plain_pytorch_are_told() -> None:
+    text = str(dataclasses.replace(deep_report(), plain=("graph 1: it returns nested lists",)))
+    assert "\n  plain PyTorch: graph 1: it returns nested lists\n" in text
+
+
+def test_several_graphs_are_listed_with_their_breaks() -> None:
+    report = deep_report()
+    broken = dataclasses.replace(report.graphs[0], break_reason="print", break_line="m.py:3")
+    text = str(dataclasses.replace(report, graphs=(broken, report.graphs[0])))
+    assert "\n  graph 0: 43 operators, peak 2.32 KiB; ends at m.py:3: print\n" in text

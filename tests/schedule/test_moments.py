@@ -1,0 +1,65 @@
+"""The simulator against the allocator, moment by moment: after every operator of every tiny workload, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from encore.schedule import Run
+from encore.schedule.simulate import Moment
+from encore.workloads import WORKLOADS
+from tiny_steps import TinyStep, tiny_step
+
+every_workload = pytest.mark.parametrize("name", sorted(WORKLOADS))
+
+
+def simulated(step: TinyStep) -> list[tuple[Moment, Moment | None]]:
+    """Every operator's moment, with the one before it."""
+    moments = step.plan.timeline.moments
+    previous = (None, *moments)
+    return [(now, before) for now, before in zip(moments, previous, strict=False) if isinstance(now.action, Run)]
+
+
+def named(step: TinyStep, moment: Moment) -> str:
+    assert isinstance(moment.action, Run)
+    op = step.plan.schedule.graph.ops[moment.action.op]
+    return f"{moment.phase} {op.name} ({op.target})"
+
+
+@every_workload
+def test_live_bytes_equal_the_allocators_before_and_after_every_operator(name: str) -> None:
+    step = tiny_step(name)
+    assert step.graphs == 1
+    moments = simulated(step)
+    assert len(moments) == len(step.operators) > 50
+    wrong = [
+        f"{named(step, now)}: simulated {now.live}, allocated {seen.after}"
+        for (now, _), seen in zip(moments, step.operators, strict=True)
+        if now.live != seen.after
+    ]
+    assert not wrong, "\n".join(wrong[:20])
+    in_forward = [
+        f"before {named(step, now)}: simulated {before.live}, allocated {seen.before}"
+        for (now, before), seen in zip(moments, step.operators, strict=True)
+        if before is not None and before.phase == now.phase and before.live != seen.before
+    ]
+    assert not in_forward, "\n".join(in_forward[:20])
+
+
+@every_workload
+def test_the_simulated_peak_of_an_operator_is_never_below_the_real_one(name: str) -> None:
+    step = tiny_step(name)
+    too_low = [
+        f"{named(step, now)}: simulated {now.peak}, allocated {seen.peak}"
+        for (now, _), seen in zip(simulated(step), step.operators, strict=True)
+        if now.peak < seen.peak
+    ]
+    assert not too_low, "\n".join(too_low[:20])
+
+
+@every_workload
+def test_the_worst_operator_is_the_one_the_allocator_names(name: str) -> None:
+    """The predicted and the real worst moment may tie elsewhere, but are equally high."""
+    step = tiny_step(name)
+    assert max(now.peak for now, _ in simulated(step)) == pytest.approx(
+        max(seen.peak for seen in step.operators), rel=0.01
+    )

@@ -1,0 +1,234 @@
+"""The command line: help text to the letter, exit codes, errors in one line, JSON that parses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from encore import demo
+from encore.bench import machine
+from encore.cli import main
+
+HELP = """\
+usage: encore [-h] [--version] COMMAND ...
+
+A training-memory compiler for PyTorch.
+
+options:
+  -h, --help  show this help message and exit
+  --version   show program's version number and exit
+
+commands:
+  COMMAND
+    demo      train a small language model in eager and through Encore, side by side
+    env       show what Encore finds on this machine
+    estimate  predict what a training step takes; nothing runs
+    bench     compare eager and Encore on the benchmark workloads
+"""
+
+HELP_OF = {
+    "demo": """\
+usage: encore demo [-h] [--steps N] [--json]
+
+Train a small language model in eager and through Encore, side by side.
+
+options:
+  -h, --help  show this help message and exit
+  --steps N   training steps of either side (default: 300)
+  --json      print the numbers as JSON
+""",
+    "env": """\
+usage: encore env [-h] [--json]
+
+Show what Encore finds on this machine.
+
+options:
+  -h, --help  show this help message and exit
+  --json      print the facts as JSON
+""",
+    "estimate": """\
+usage: encore estimate [-h] [--budget B] [--json] TARGET
+
+Predict what a training step takes; nothing runs.
+
+positional arguments:
+  TARGET      package.module:factory; the factory returns (model, args) or (model, args, kwargs), on any device
+
+options:
+  -h, --help  show this help message and exit
+  --budget B  bytes, 2GiB, 500MB, 60% or min; exit code 2 if out of reach
+  --json      print the estimate as JSON
+""",
+    "bench": """\
+usage: encore bench [-h] [--quick] [--json FILE] [--docs]
+
+Compare eager and Encore on the benchmark workloads.
+
+options:
+  -h, --help   show this help message and exit
+  --quick      tiny sizes: does everything work?
+  --json FILE  write the numbers to FILE as JSON
+  --docs       write docs/benchmarks.md
+""",
+}
+
+TARGETS = """
+import torch
+from torch import nn
+
+
+def on_meta():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1))
+        return model, (torch.empty(1000, 64),)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, *, scale):
+        return self.linear(x).sum() * scale
+
+
+def with_keywords():
+    return Scaled(), [torch.randn(2, 8)], {"scale": 2.0}
+
+
+def broken():
+    return 1 / 0
+
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder_with_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "122")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "targets_of_test_cli.py").write_text(TARGETS)
+    (tmp_path / "broken_module_of_test_cli.py").write_text("import torch\nimport no_such_module\n")
+
+
+def help_text(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert help_text(capsys, "--help") == HELP
+
+
+@pytest.mark.parametrize("command", sorted(HELP_OF))
+def test_help_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert help_text(capsys, command, "--help") == HELP_OF[command]
+
+
+def test_the_default_named_in_the_help_is_the_default() -> None:
+    assert f"(default: {demo.STEPS})" in HELP_OF["demo"]
+
+
+@pytest.mark.parametrize("argv", [["tune"], [], ["estimate"], ["demo", "--steps", "many"]])
+def test_what_is_not_understood_leaves_with_1(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    assert left.value.code == 1
+    assert capsys.readouterr().err.startswith("usage: encore")
+
+
+def test_an_unknown_command_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tune"])
+    message = capsys.readouterr().err
+    assert all(name in message for name in HELP_OF)
+
+
+def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert set(machine.Machine.__dataclass_fields__) | {"cache_directory"} == set(facts)
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert facts["torch"] in text
+    assert facts["cache_directory"] in text
+
+
+def test_estimate_of_a_model_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "targets_of_test_cli:on_meta", "--budget", "1GiB"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Encore: Sequential")
+    assert text.endswith("fits a budget of 1GiB\n")
+
+
+def test_estimate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "targets_of_test_cli:with_keywords", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["encore_report"] == 1
+    assert found["floor"] == found["resident"] + found["planned"]["step_peak"]
+
+
+def test_a_budget_out_of_reach_leaves_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "targets_of_test_cli:on_meta", "--budget", "1KiB", "--json"]) == 2
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert found["fits"] is False
+    assert told.err.startswith("encore: a budget of 1024 bytes")
+    assert str(found["floor"]) in told.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["no_such_package:x"],
+            "cannot import 'no_such_package': ModuleNotFoundError: No module named 'no_such_package'",
+        ),
+        (
+            ["broken_module_of_test_cli:x"],
+            "cannot import 'broken_module_of_test_cli': ModuleNotFoundError: No module named 'no_such_module' "
+            "(broken_module_of_test_cli.py:2)",
+        ),
+        (["targets_of_test_cli"], "'targets_of_test_cli' is not a target; write package.module:factory"),
+        (
+            ["targets_of_test_cli:on_mars"],
+            "'targets_of_test_cli' has no factory 'on_mars'; "
+            "it has 'Scaled', 'broken', 'nothing', 'on_meta', 'with_keywords'",
+        ),
+        (
+            ["targets_of_test_cli:broken"],
+            "targets_of_test_cli:broken failed: ZeroDivisionError: division by zero (targets_of_test_cli.py:26)",
+        ),
+        (
+            ["targets_of_test_cli:nothing"],
+            "targets_of_test_cli:nothing must return (model, args) or (model, args, kwargs), not NoneType",
+        ),
+        (
+            ["targets_of_test_cli:on_meta", "--budget", "lots"],
+            "budget='lots' cannot be read; give a positive number of bytes, '2GiB', '500MB', '60%' "
+            "(of the unplanned peak) or 'min'",
+        ),
+    ],
+)
+def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", *argv]) == 1
+    told = capsys.readouterr()
+    assert told.err == f"encore: {message}\n"
+    assert "Traceback" not in told.out
+
+
+def test_demo_needs_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--steps", "1"]) == 1
+    assert "at least 2" in capsys.readouterr().err
+
+
+def test_bench_tells_of_a_missing_folder_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--quick", "--docs"]) == 1
+    assert "there is no folder 'docs' here" in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""The promises of the design, on real architectures: exact, predicted, no worse than eager, free where declined."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import encore
+from encore.workloads import WORKLOADS
+from tiny_steps import tiny_step
+
+every_workload = pytest.mark.parametrize("name", sorted(WORKLOADS))
+
+
+@every_workload
+def test_a_step_equals_eager_bit_for_bit(name: str) -> None:
+    verification = tiny_step(name).verification
+    assert verification.bit_equal
+    assert verification.largest_difference == 0.0
+    assert verification.compared >= 10
+
+
+@every_workload
+def test_the_prediction_holds_and_is_within_one_percent(name: str) -> None:
+    step = tiny_step(name)
+    assert step.measured <= step.report.planned.step_peak <= 1.01 * step.measured
+
+
+@every_workload
+def test_keeping_everything_takes_no_more_than_eager(name: str) -> None:
+    step = tiny_step(name)
+    assert step.measured <= step.eager
+
+
+@every_workload
+def test_an_estimate_equals_the_report_once_workspaces_are_known(name: str) -> None:
+    step = tiny_step(name)
+    assert step.estimate.unplanned == step.report.unplanned
+    assert step.estimate.resident == step.report.resident
+    assert step.estimate.report.decisions == step.report.decisions
+
+
+@every_workload
+def test_nothing_is_changed_where_nothing_is_asked(name: str) -> None:
+    step = tiny_step(name)
+    assert step.plan.name == "keep everything"
+    assert step.report.planned.overhead == 0.0
+    assert step.report.planned == step.report.unplanned
+    assert {row.action for row in step.report.decisions} == {"keep"}
+
+
+def test_a_model_far_larger_than_this_machine_is_estimated_without_memory() -> None:
+    class Summed(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sum()
+
+    width, layers = 65536, 12
+    with torch.device("meta"):
+        model = Summed(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        batch = torch.empty(4, width)
+
+    found: list[encore.Estimate] = []
+    measured = encore.measure(lambda: found.append(encore.estimate(model, batch)))
+
+    (estimate,) = found
+    weights = layers * 4 * width * width
+    assert weights > 200e9
+    assert estimate.resident == weights + 4 * 4 * width
+    assert estimate.unplanned.step_peak >= weights, "gradients are part of the step"
+    assert not estimate.fits("200GB")
+    assert estimate.fits("1TB")
+    assert measured.step_peak < 1_000_000
+    assert all(parameter.is_meta for parameter in model.parameters())

@@ -1,0 +1,254 @@
+"""Random models of a fair size: a planned step is eager's, legal, and within one percent of its prediction.
+
+A model is a list of layer specs in plain data, so that a failing one shrinks to something readable. Every spec fits
+every shape `[batch, time, channel]`; what a layer cannot do at its place (a chunk of a single channel) it leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import encore
+from captured import drop_gradients, train_step
+from encore.api import compiled_call
+from encore.schedule import replay, simulate
+
+Spec = tuple[Any, ...]
+BATCH, TIME, CHANNELS, VOCABULARY = 4, 16, 16, 11
+
+
+class Layer(nn.Module):
+    """One spec, made for the shape it finds."""
+
+    def __init__(self, spec: Spec, time: int, channels: int) -> None:
+        super().__init__()
+        self.kind, self.settings = spec[0], spec[1:]
+        if self.kind in ("linear", "linear_relu_"):
+            self.linear = nn.Linear(channels, self.settings[0])
+        elif self.kind == "shared":
+            self.linear = nn.Linear(channels, channels)
+        elif self.kind == "conv1d":
+            outputs, kernel = self.settings
+            self.conv = nn.Conv1d(channels, outputs, kernel, padding=kernel // 2)
+        elif self.kind == "layer_norm":
+            self.norm: nn.Module = nn.LayerNorm(channels)
+        elif self.kind == "batch_norm":
+            self.norm = nn.BatchNorm1d(channels)
+        elif self.kind in ("residual", "concat"):
+            self.branch = Stack(self.settings[0], time, channels)
+
+    def forward(self, x: torch.Tensor, outputs: list[torch.Tensor]) -> torch.Tensor:
+        if self.kind == "linear":
+            return self.linear(x)
+        if self.kind == "linear_relu_":
+            return F.relu(self.linear(x), inplace=True)
+        if self.kind == "shared":
+            return self.linear(torch.tanh(self.linear(x)))
+        if self.kind == "conv1d":
+            return self.conv(x.transpose(1, 2)).transpose(1, 2)
+        if self.kind == "layer_norm":
+            return self.norm(x)
+        if self.kind == "batch_norm":
+            return self.norm(x.transpose(1, 2)).transpose(1, 2)
+        if self.kind in ("residual", "concat"):
+            return JOIN[self.kind](x, self.branch(x, outputs))
+        if self.kind == "output":
+            outputs.append(x)
+            return x * 1.5
+        return PLAIN[self.kind](x, *self.settings)
+
+
+class Stack(nn.Module):
+    """Specs, one after the other."""
+
+    def __init__(self, specs: list[Spec], time: int, channels: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        x = torch.zeros(BATCH, time, channels)
+        for spec in specs:
+            layer = Layer(spec, x.shape[1], x.shape[2])
+            self.layers.append(layer)
+            with torch.no_grad():
+                x = layer(x, []).contiguous()
+
+    def forward(self, x: torch.Tensor, outputs: list[torch.Tensor]) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, outputs)
+        return x
+
+
+class Network(nn.Module):
+    """An embedding or a linear layer, then a stack; returns what the stack puts out on its way, and its end."""
+
+    def __init__(self, reads_tokens: bool, specs: list[Spec]) -> None:
+        super().__init__()
+        self.reads_tokens = reads_tokens
+        self.enter: nn.Module = nn.Embedding(VOCABULARY, CHANNELS) if reads_tokens else nn.Linear(CHANNELS, CHANNELS)
+        self.stack = Stack(specs, TIME, CHANNELS)
+
+    def example(self) -> torch.Tensor:
+        if self.reads_tokens:
+            return torch.randint(VOCABULARY, (BATCH, TIME))
+        return torch.randn(BATCH, TIME, CHANNELS)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs: list[torch.Tensor] = []
+        x = self.stack(self.enter(x), outputs)
+        return (*outputs, x)
+
+
+def add_common(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    time, channels = min(x.shape[1], y.shape[1]), min(x.shape[2], y.shape[2])
+    return x[:, :time, :channels] + y[:, :time, :channels]
+
+
+def side_by_side(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    time = min(x.shape[1], y.shape[1])
+    return torch.cat([x[:, :time], y[:, :time]], dim=2)
+
+
+def chunk(x: torch.Tensor, pieces: int, dim: int) -> torch.Tensor:
+    parts = x.chunk(pieces, dim=dim)
+    return parts[0] * torch.sigmoid(parts[-1]) if parts[0].shape == parts[-1].shape else x
+
+
+def every(x: torch.Tensor, start: int, step: int, dim: int) -> torch.Tensor:
+    if start >= x.shape[dim]:
+        return x
+    return x[:, start::step] if dim == 1 else x[:, :, start::step]
+
+
+def expand(x: torch.Tensor) -> torch.Tensor:
+    return x.mean(dim=1, keepdim=True).expand(-1, x.shape[1], -1)
+
+
+def halve_channels(x: torch.Tensor) -> torch.Tensor:
+    """Two channels of one step become one channel of two steps."""
+    return x.reshape(x.shape[0], x.shape[1] * 2, x.shape[2] // 2) if x.shape[2] % 2 == 0 else x
+
+
+def add_(x: torch.Tensor) -> torch.Tensor:
+    y = x * 0.5
+    y.add_(x)
+    return y
+
+
+def mul_(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    y.mul_(0.5)
+    return y
+
+
+def relu_(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu_(x + 0.1)
+
+
+def part_(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y[:, ::2].mul_(3)
+    return y
+
+
+def transposed_add_(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.transpose(1, 2).add_(1)
+    return y
+
+
+def max_pool(x: torch.Tensor, kernel: int) -> torch.Tensor:
+    return F.max_pool1d(x, kernel) if x.shape[2] >= kernel else x
+
+
+def mean_pool(x: torch.Tensor, kernel: int) -> torch.Tensor:
+    return F.avg_pool1d(x, kernel) if x.shape[2] >= kernel else x
+
+
+JOIN: dict[str, Callable[..., torch.Tensor]] = {"residual": add_common, "concat": side_by_side}
+PLAIN: dict[str, Callable[..., torch.Tensor]] = {
+    "transpose": lambda x: x.transpose(1, 2),
+    "permute": lambda x: x.permute(0, 2, 1).contiguous(),
+    "halve_channels": halve_channels,
+    "chunk": chunk,
+    "slice": every,
+    "expand": expand,
+    "relu_": relu_,
+    "add_": add_,
+    "mul_": mul_,
+    "part_": part_,
+    "transposed_add_": transposed_add_,
+    "dropout": lambda x, p: F.dropout(x, p),
+    "softmax": lambda x, dim: x.softmax(dim=dim),
+    "max_pool": max_pool,
+    "mean_pool": mean_pool,
+    "gelu": F.gelu,
+    "sigmoid": torch.sigmoid,
+    "masked_fill": lambda x: x.masked_fill(x > 1, 0.0),
+    "times_mask": lambda x: x * (x > 0),
+    "flip": lambda x: x.flip(1),
+}
+
+NO_SETTINGS = (
+    "transpose", "permute", "halve_channels", "expand", "relu_", "add_", "mul_", "part_", "transposed_add_", "gelu",
+    "sigmoid", "masked_fill", "times_mask", "flip", "shared", "layer_norm", "batch_norm", "output",
+)  # fmt: skip
+widths = st.sampled_from([8, 16, 24])
+dims = st.sampled_from([1, 2])
+single_layers: st.SearchStrategy[Spec] = st.one_of(
+    st.tuples(st.sampled_from(NO_SETTINGS)),
+    st.tuples(st.sampled_from(["linear", "linear_relu_"]), widths),
+    st.tuples(st.just("conv1d"), widths, st.sampled_from([1, 3])),
+    st.tuples(st.just("chunk"), st.sampled_from([2, 4]), dims),
+    st.tuples(st.just("slice"), st.integers(0, 3), st.sampled_from([1, 2]), dims),
+    st.tuples(st.just("dropout"), st.sampled_from([0.25, 0.5])),
+    st.tuples(st.just("softmax"), dims),
+    st.tuples(st.sampled_from(["max_pool", "mean_pool"]), st.sampled_from([2, 3])),
+)
+layer_specs: st.SearchStrategy[Spec] = st.recursive(
+    single_layers,
+    lambda inner: st.tuples(st.sampled_from(["residual", "concat"]), st.lists(inner, max_size=3)),
+    max_leaves=4,
+)
+networks = given(reads_tokens=st.booleans(), specs=st.lists(layer_specs, min_size=1, max_size=6))
+few = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def check_promises(reads_tokens: bool, specs: list[Spec]) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    network = encore.compile(Network(reads_tokens, specs))
+    x = network.example()
+
+    assert encore.verify(network, x).bit_equal
+
+    measured = encore.measure(lambda: train_step(network, x)).step_peak
+    drop_gradients(network)
+    predicted = encore.report(network).planned.step_peak
+    assert measured <= predicted <= 1.01 * measured
+
+    session = compiled_call(network).session
+    (graph,) = session.last_step
+    schedule = graph.plan.schedule
+    assert replay(schedule, limit=predicted, workspace=session.workspaces) <= predicted
+    assert replay(schedule) == max(moment.peak for moment in simulate(schedule).moments if moment.phase != "end")
+
+
+@few
+@networks
+def test_a_random_network_keeps_every_promise(reads_tokens: bool, specs: list[Spec]) -> None:
+    check_promises(reads_tokens, specs)
+
+
+@pytest.mark.slow
+@many
+@networks
+def test_many_random_networks_keep_every_promise(reads_tokens: bool, specs: list[Spec]) -> None:
+    check_promises(reads_tokens, specs)

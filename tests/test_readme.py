@@ -1,0 +1,27 @@
+"""Every Python block in the README and in docs/ runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(page, block, id=f"{page.name}-{position}")
+    for page in PAGES
+    for position, block in enumerate(BLOCK.findall(page.read_text()))
+]
+
+
+def test_there_are_examples() -> None:
+    assert BLOCK.search((ROOT / "README.md").read_text())
+
+
+@pytest.mark.parametrize(("page", "block"), BLOCKS)
+def test_example_runs(page: Path, block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(block, page.name, "exec"), {"__name__": page.stem})
+    assert "Traceback" not in capsys.readouterr().out
