@@ -90,7 +90,7 @@ def test_a_decorated_method_and_a_bound_method() -> None:
     have = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     model.loss(x).backward()
-    assert all(torch.equal(have[name], parameter.grad) for name, parameter in model.named_parameters())
+    assert all(torch.equal(have[name], parameter.grad) for name, parameter in model.named_parameters())  # type: ignore[arg-type]
     assert encore.report(loss).graphs
 
 
@@ -113,7 +113,7 @@ def test_a_function_over_a_module_trains_its_parameters() -> None:
     have = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     F.cross_entropy(model(x), y).backward()
-    assert all(torch.equal(a, parameter.grad) for a, parameter in zip(have, model.parameters(), strict=True))
+    assert all(torch.equal(a, parameter.grad) for a, parameter in zip(have, model.parameters(), strict=True))  # type: ignore[arg-type]
 
 
 def test_a_module_is_compiled_in_place() -> None:
@@ -140,7 +140,15 @@ def test_compiling_again_replaces_the_plan() -> None:
 
 
 def test_a_budget_below_the_floor_says_how_low_it_goes_and_what_pins_it() -> None:
-    model, x = small_model(), torch.randn(64, 6)
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small_model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model, x = Model(), torch.randn(64, 6)
     expected = run_step(model, (x,))
     encore.compile(model, budget="1KiB")
     with pytest.raises(BudgetError) as caught:
@@ -151,7 +159,7 @@ def test_a_budget_below_the_floor_says_how_low_it_goes_and_what_pins_it() -> Non
     assert str(error.floor) in str(error)
     assert error.pins
     assert all(pin.bytes > 0 and math.prod(pin.shape) > 0 and pin.name for pin in error.pins)
-    assert any(Path(__file__).name in pin.source or "modules" in pin.source for pin in error.pins)
+    assert any(Path(__file__).name in pin.source for pin in error.pins)
     assert error.remedies
     assert all(remedy in str(error) for remedy in error.remedies)
     with torch.no_grad():
@@ -191,7 +199,8 @@ def test_what_lives_beside_the_step_counts() -> None:
     encore.compile(model)(x).sum().backward()
     alone = encore.report(model).resident
     encore.compile(model, optimizer=optimizer)(x).sum().backward()
-    assert encore.report(model).resident == alone + 2 * size
+    steps = 4 * len(list(model.parameters()))  # Adam counts in a float32 scalar for each parameter
+    assert encore.report(model).resident == alone + 2 * size + steps
 
 
 # -- refusals: one line each, with what is accepted ------------------------------------------------------------------

@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("wrong", [aten.mm, aten.tanh_backward, aten.addmm])
 def test_a_wrong_result_is_noticed(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = encore.lower.codegen.callable_for
+    right = encore.lower.calls.callable_for
     spoilt: list[Any] = []
 
     def callable_for(target: Any) -> Any:

@@ -177,7 +177,7 @@ def in_thread(action: Callable[[], Any]) -> Any:
 def test_compiled_in_one_thread_and_run_in_another(first: str) -> None:
     models = pair()
     for where in (first, "there" if first == "here" else "here"):
-        both(models, lambda model, call=loss_of, where=where: do(where, lambda: call(model).backward()))
+        both(models, lambda model, call=loss_of, where=where: do(where, lambda: call(model).backward()))  # type: ignore[misc]
 
 
 def do(where: str, action: Callable[[], Any]) -> Any:
@@ -219,7 +219,7 @@ def test_two_models_train_side_by_side() -> None:
         thread.join(120)
     for seed, (_, want) in expected.items():
         assert torch.equal(found[seed][0], want["output"])
-        assert torch.equal(found[seed][1], want["gradient of input[0][1]"])
+        assert torch.equal(found[seed][1], want["gradient of input[0][1]"])  # type: ignore[arg-type]
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
@@ -236,10 +236,10 @@ def test_an_error_in_forward_leaks_nothing_and_the_next_step_works() -> None:
 
     fail()
     gc.collect()
-    assert encore.measure(lambda: (fail(), gc.collect())).left == 0
+    assert encore.measure(lambda: (fail(), gc.collect())).left == 0  # type: ignore[func-returns-value]
     with pytest.raises(IndexError, match="out of range"):
         models[1](bad)
-    both(models, lambda model: (model.zero_grad(), loss_of(model).backward()))
+    both(models, lambda model: (model.zero_grad(), loss_of(model).backward()))  # type: ignore[func-returns-value]
 
 
 class Failing(torch.autograd.Function):

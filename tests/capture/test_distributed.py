@@ -41,7 +41,7 @@ def arranged(arrangement: str) -> tuple[nn.Module, nn.Module]:
         whole = DistributedDataParallel(model)
         return encore.compile(whole), whole
     buckets = {"bucket_cap_mb": 1e-4} if arrangement == "small buckets" else {}
-    return DistributedDataParallel(encore.compile(model), **buckets), model
+    return DistributedDataParallel(encore.compile(model), **buckets), model  # type: ignore[arg-type]
 
 
 def train(arrangement: str, rank: int) -> dict[str, Any]:
@@ -57,14 +57,14 @@ def train(arrangement: str, rank: int) -> dict[str, Any]:
         optimizer.zero_grad()
         loss.backward()
         found["losses"].append(loss.detach())
-        found["gradients"].append([parameter.grad.clone() for parameter in model.parameters()])
+        found["gradients"].append([parameter.grad.clone() for parameter in model.parameters()])  # type: ignore[union-attr]
         optimizer.step()
     with torch.no_grad():  # accumulate without talking: no_sync is a part of what users do
         model.zero_grad()
-    with model.no_sync():
+    with model.no_sync():  # type: ignore[operator]
         model(torch.randn(5, 6, generator=generator)).backward()
     model(torch.randn(5, 6, generator=generator)).backward()
-    found["gradients"].append([parameter.grad.clone() for parameter in model.parameters()])
+    found["gradients"].append([parameter.grad.clone() for parameter in model.parameters()])  # type: ignore[union-attr]
     found["parameters"] = [parameter.detach().clone() for parameter in model.parameters()]
     found["buffers"] = [buffer.clone() for buffer in model.buffers()]
     found["generator"] = torch.get_rng_state()
@@ -100,7 +100,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
         patch.setenv("ENCORE_CACHE_DIR", str(folder / "cache"))
-        mp.spawn(work, (str(folder),), nprocs=RANKS, join=True)
+        mp.spawn(work, (str(folder),), nprocs=RANKS, join=True)  # type: ignore[attr-defined]
     return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 

@@ -30,9 +30,9 @@ class Net(nn.Module):
         self.register_buffer("mean", torch.zeros(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        self.calls += 1  # type: ignore[assignment, operator]
         hidden = F.dropout(self.norm(self.first(x)).relu(), 0.3, self.training)
-        self.mean.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        self.mean.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)  # type: ignore[operator]
         return self.second(hidden)
 
 
@@ -135,7 +135,7 @@ def test_hooks_run_as_often_and_change_as_much_as_in_eager(inner: bool, early: b
         where = model.first if inner else model
         where.register_forward_pre_hook(lambda _, args, calls=calls: (calls.append("pre"), (args[0] * 2,))[1])
         where.register_forward_hook(lambda _, args, output, calls=calls: (calls.append("forward"), output + 1)[1])
-        where.register_full_backward_hook(lambda _, inputs, outputs, calls=calls: calls.append("backward"))
+        where.register_full_backward_hook(lambda _, inputs, outputs, calls=calls: calls.append("backward"))  # type: ignore[misc]
         model.norm.weight.register_hook(lambda gradient, calls=calls: (calls.append("parameter"), gradient * 3)[1])
         if name == "planned" and early:
             encore.compile(model)
@@ -223,10 +223,11 @@ def test_autocast(around: bool) -> None:
             self.layers = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            with torch.autocast("cpu", torch.bfloat16, enabled=not around or torch.is_autocast_enabled("cpu")):
+            low = not around or torch.is_autocast_enabled("cpu")
+            with torch.autocast("cpu", torch.bfloat16, enabled=low, cache_enabled=False):
                 y = self.layers(x)
             return y, self.layers[0](x)
 
-    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+    with torch.autocast("cpu", torch.bfloat16, enabled=around, cache_enabled=False):
         model = assert_matches_eager(Model(), data())
         assert model(data())[0].dtype == torch.bfloat16

@@ -147,6 +147,7 @@ OPERANDS: dict[str, list[Arguments]] = {
     ],
     "select_scatter.default": [lambda: (noise(1), noise(2)[3].clone(), 0, 5)],
     "bernoulli.p": [lambda: (noise(1), 0.25)],
+    "encore.bernoulli_noise.default": [lambda: (noise(1), 0.25)],
     "masked_fill.Scalar": [lambda: (noise(1), noise(2) > 0, 3.5)],
     "masked_fill.Tensor": [lambda: (noise(1), noise(2) > 0, torch.tensor(3.5))],
     "relu.default": [ONE, lambda: (transposed(),)],

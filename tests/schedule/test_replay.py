@@ -100,7 +100,7 @@ def test_a_leak(phase: str) -> None:
     frees = [position for position, action in enumerate(actions) if isinstance(action, Free)]
     assert frees
     for position in frees:
-        spoilt = dataclasses.replace(mlp(), **{phase: (*actions[:position], *actions[position + 1 :])})
+        spoilt = dataclasses.replace(mlp(), **{phase: (*actions[:position], *actions[position + 1 :])})  # type: ignore[arg-type]
         rejected(spoilt, f"{phase} leaks")
 
 
@@ -110,7 +110,7 @@ def test_a_missing_result(phase: str) -> None:
     results = graph.outputs if phase == "forward" else graph.gradients
     result = next(value for value in results if value is not None and graph.values[value].producer is not None)
     actions = (*getattr(mlp(), phase), Free(result))
-    rejected(dataclasses.replace(mlp(), **{phase: actions}), f"{phase} ends without")
+    rejected(dataclasses.replace(mlp(), **{phase: actions}), f"{phase} ends without")  # type: ignore[arg-type]
 
 
 def test_a_missing_saved_value() -> None:
@@ -198,7 +198,7 @@ def with_over(schedule: Schedule, phase: str, position: int, operand: int) -> Sc
     actions = list(getattr(schedule, phase))
     runs = [index for index, action in enumerate(actions) if isinstance(action, Run)]
     actions[runs[position]] = Run(actions[runs[position]].op, operand)
-    return dataclasses.replace(schedule, **{phase: tuple(actions)})
+    return dataclasses.replace(schedule, **{phase: tuple(actions)})  # type: ignore[arg-type]
 
 
 def test_the_chain_is_legal_and_reuses_dying_gradients() -> None:

@@ -42,8 +42,8 @@ def test_the_worst_moment_is_the_highest(name: str) -> None:
     assert timeline.step_peak == max(moment.peak for moment in timeline.moments)
     worst = timeline.moments[timeline.worst]
     assert worst.peak == worst.live + timeline.workspace_at_worst
-    storages = tiny_step(name).plan.schedule.graph.storages
-    alive = [storages[storage].bytes for storage in timeline.alive_at_worst]
+    graph = tiny_step(name).plan.schedule.graph
+    alive = [graph.bytes_of(value) for value in timeline.alive_at_worst]
     assert alive == sorted(alive, reverse=True)
     assert sum(alive) == worst.live
 

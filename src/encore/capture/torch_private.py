@@ -18,6 +18,7 @@ import torch._dynamo
 import torch._dynamo.external_utils
 import torch._dynamo.trace_rules
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from torch import fx
 from torch._decomp import decomposition_table
 from torch._dynamo.backends.common import aot_autograd
@@ -143,7 +144,9 @@ def trace_joint(
         decompositions={},
     )
     # Donated buffers may be overwritten by backward, which forbids retain_graph; Encore never writes over saved values.
-    with eager_operators(), functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
+    # `fallback_random` keeps draws that nobody reads: they move the generator.
+    settings = functorch_config.patch(donated_buffer=False, enable_autograd_cache=False)
+    with eager_operators(), settings, inductor_config.patch(fallback_random=True):
         return compiler(module, inputs)
 
 

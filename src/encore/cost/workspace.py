@@ -20,7 +20,7 @@ import torch
 from encore.cost.cache import machine_cache
 from encore.cost.probe import probe_workspace
 from encore.graph import Graph, Op, OpClass
-from encore.graph.values import Ref, Value
+from encore.graph.values import Ref
 
 log = logging.getLogger("encore")
 
@@ -92,7 +92,7 @@ def _pointwise(graph: Graph, op: Op) -> int:
 def _bound(graph: Graph, op: Op) -> int:
     packet = op.target.overloadpacket.__name__
     if packet in REORDERS:
-        return sum(_blocked(graph.values[value]) for value in (*op.reads, *op.writes) if value is not None)
+        return _reordered(graph, op)
     rule = RULES.get(op.target)
     if rule is not None:
         return rule(graph, op)
@@ -100,14 +100,21 @@ def _bound(graph: Graph, op: Op) -> int:
     return BOXED_SCALARS + sum(value.bytes for value in expanded) * (op.kind is OpClass.HEAVY)
 
 
-def _blocked(value: Value) -> int:
-    """Bytes in oneDNN's layouts, which pad channels to a vector: dimension 1, and 0 as well where it is a weight's."""
-    shape = [max(size, 1) for size in value.shape]
-    for dimension in range(min(2, len(shape)) if len(shape) > 2 else 0):
-        if dimension == 1 or shape[0] % ONEDNN_CHANNELS:
-            shape[dimension] = -(-shape[dimension] // ONEDNN_CHANNELS) * ONEDNN_CHANNELS
-    itemsize = value.dtype.itemsize if value.dtype is not None else 0
-    return max(value.bytes, min(math.prod(shape) * itemsize, 4 * value.bytes))
+def _reordered(graph: Graph, op: Op) -> int:
+    """Every operand and result once more in oneDNN's layouts, which pad channels to the width of a vector: dimension 1
+    of feature maps, dimensions 0 and 1 of weights."""
+    weights = {graph.values[argument.value].shape for argument in op.args[1:3] if isinstance(argument, Ref)}
+    total = 0
+    for value_id in (*op.reads, *op.writes):
+        if value_id is None:
+            continue
+        value = graph.values[value_id]
+        padded = list(value.shape)
+        for dimension in (0, 1) if value.shape in weights else (1,):
+            if len(padded) > 2:
+                padded[dimension] = -(-padded[dimension] // ONEDNN_CHANNELS) * ONEDNN_CHANNELS
+        total += max(value.bytes, math.prod(padded) * (value.dtype.itemsize if value.dtype is not None else 0))
+    return total
 
 
 def _can_run(graph: Graph, op: Op) -> bool:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from encore.graph.ops import OpClass, classify, without_unread
 from encore.graph.sizes import true_bytes
-from encore.graph.values import Graph, Op, Ref, Role, Storage, Value, block_bytes, refs
+from encore.graph.values import Graph, Op, Ref, Role, Storage, Value, block_bytes, refs, span_bytes
 
 aten = torch.ops.aten
 
@@ -71,6 +71,7 @@ class _Builder:
         self.offsets: dict[int, int] = {}
         self.lazily_negated: set[int] = set()
         """Values that carry PyTorch's conjugate or negative bit."""
+        self.copied_tangents: set[int] = set()
         (output,) = joint.graph.find_nodes(op="output")
         flat = pytree.arg_tree_leaves(*output.args)
         self.output_nodes, self.gradient_nodes = flat[:num_outputs], flat[num_outputs:]
@@ -103,6 +104,7 @@ class _Builder:
             outputs=outputs,
             gradients=[self._exported(node) for node in self.gradient_nodes],
             constants=self.constants,
+            copied_tangents=self.copied_tangents,
             returned=[value for value, held in zip(outputs, returned, strict=True) if held and value is not None],
         )
         _mark_forward(graph)
@@ -117,6 +119,9 @@ class _Builder:
         self.result[node] = value.id
         literal = _literal(node.meta.get("val"))
         self.operand[node] = Ref(value.id) if literal is None else literal
+        if role is Role.TANGENT and value.storage is not None and value.bytes < span_bytes(value):
+            self.copied_tangents.add(value.id)
+            self.storages[value.storage].bytes = span_bytes(value)
         return value.id
 
     def _constant(self, node: fx.Node) -> None:

@@ -79,7 +79,8 @@ CHEAP_PACKETS = frozenset({
     # losses, dropout's backward, and pointwise operators that carry no tag
     "nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward", "mse_loss",
     "mse_loss_backward", "smooth_l1_loss", "smooth_l1_loss_backward", "huber_loss", "huber_loss_backward",
-    "binary_cross_entropy", "binary_cross_entropy_backward", "binary_cross_entropy_with_logits", "_ctc_loss", "_ctc_loss_backward",
+    "binary_cross_entropy", "binary_cross_entropy_backward", "binary_cross_entropy_with_logits",
+    "_ctc_loss", "_ctc_loss_backward",
     "native_dropout_backward", "gelu_backward", "silu_backward", "threshold_backward", "tanh_backward",
     "sigmoid_backward", "elu_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward",
     "leaky_relu_backward", "softplus_backward", "mish_backward", "log_sigmoid_forward", "log_sigmoid_backward",

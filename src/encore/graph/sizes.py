@@ -21,7 +21,7 @@ PAGE = 4096
 LSTM_MODE = 2
 
 
-SHRINKING_LOSSES = (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)
+SHRINKING_LOSSES = (aten.mse_loss.default, aten.smooth_l1_loss.default)
 
 
 def true_bytes(target: Any, args: Sequence[Any], values: Sequence[Value]) -> dict[int, int]:

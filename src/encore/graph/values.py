@@ -95,6 +95,8 @@ class Graph:
     """Tensors and modules baked into the graph, by value."""
     identities: list[int | None] = field(default_factory=list)
     """For every primal that is a parameter or buffer, which one: graphs of one model share them."""
+    copied_tangents: set[int] = field(default_factory=set)
+    """Tangents of outputs that are strided views: the user's gradient is copied into the view's strides first."""
     leaves: set[int] = field(default_factory=set)
     """Primals whose gradient autograd collects in a `.grad`, copying it where it is shared or laid out otherwise."""
     returned: list[int] = field(default_factory=list)
@@ -118,6 +120,16 @@ class Graph:
 def block_bytes(size: int, device: str) -> int:
     """What the allocator of a device hands out for `size` bytes: exactly that on CPU, multiples of 512 on CUDA."""
     return -(-size // CUDA_BLOCK) * CUDA_BLOCK if device.startswith("cuda") else size
+
+
+def span_bytes(value: Value) -> int:
+    """Bytes from a value's first element to its last: more than its own if it skips some, less if they overlap."""
+    if value.dtype is None or 0 in value.shape:
+        return 0
+    if len(value.stride) != len(value.shape):
+        return value.bytes
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride, strict=True))
+    return elements * value.dtype.itemsize
 
 
 def refs(argument: Any) -> Iterator[int]:

@@ -8,7 +8,7 @@ they are. 6. Forward never waits for a tangent. 7. Outputs are computed in forwa
 from __future__ import annotations
 
 from encore.errors import IllegalGraphError
-from encore.graph.values import Graph, Role, Value, refs
+from encore.graph.values import Graph, Role, refs, span_bytes
 
 
 def verify_graph(graph: Graph) -> None:
@@ -64,17 +64,7 @@ def _verify_storages(graph: Graph) -> None:
         if value.storage is not None:
             storage = graph.storages[value.storage]
             _demand(value.id in storage.values, f"{value.name} is missing in its storage")
-            _demand(_span(value) <= storage.bytes, f"{value.name} is larger than its storage")
-
-
-def _span(value: Value) -> int:
-    """Bytes from a value's first element to its last: less than its size where elements overlap."""
-    if value.dtype is None or 0 in value.shape:
-        return 0
-    if len(value.stride) != len(value.shape):
-        return value.bytes
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride, strict=True))
-    return elements * value.dtype.itemsize
+            _demand(span_bytes(value) <= storage.bytes, f"{value.name} is larger than its storage")
 
 
 def _verify_phases(graph: Graph) -> None:

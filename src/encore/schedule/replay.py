@@ -45,6 +45,14 @@ class _Machine:
             self._look(block)
             self._define(value, block)
 
+    def give_copies(self, values: Iterable[int]) -> None:
+        """Bring in copies that nobody else holds, of something outside that lives on."""
+        blocks: dict[int, _Block] = {}
+        for value in values:
+            self.live += self.graph.values[value].bytes
+            self._define(value, self._block_in(blocks, value, charged=True))
+            self.names[value][0].ours = False
+
     def follow(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Free):
@@ -170,7 +178,8 @@ def replay(
     machine.hand_out(graph.returned)
     machine.return_from_forward(keep=saved | constants)
 
-    machine.give(graph.tangents, charged=True)
+    machine.give((value for value in graph.tangents if value not in graph.copied_tangents), charged=True)
+    machine.give_copies(graph.copied_tangents)
     machine.check_limit(0, "when backward begins")
     machine.follow(schedule.backward)
     machine.expect_exactly(gradients | constants, "backward")

@@ -92,7 +92,8 @@ def _walk_step(walk: _Walk, schedule: Schedule, outputs_outlive: bool) -> int:
     saved = walk.live
     if not outputs_outlive:
         walk.let_go(graph.returned)
-    walk.hold(graph.tangents)
+    walk.hold(value for value in graph.tangents if value not in graph.copied_tangents)
+    walk.charge(sum(graph.values[value].bytes for value in graph.copied_tangents), Kind.GRADIENT)
     walk.phase("backward", schedule.backward, given=(*schedule.saved, *graph.tangents))
     walk.hold_gradients()
     return saved
@@ -144,6 +145,11 @@ class _Walk:
         for value in values:
             self._look(self.storage_of[value])
 
+    def charge(self, size: int, kind: Kind) -> None:
+        """Memory of somebody outside that no value of the graph stands for."""
+        self.live += size
+        self.by_kind[self.kind_index[kind]] += size
+
     def let_go(self, values: Iterable[int]) -> None:
         """Somebody outside no longer keeps these."""
         for value in values:
@@ -165,9 +171,7 @@ class _Walk:
                 continue
             copied = storage in seen or not _same_layout(self.graph, primal, value)
             if copied and primal in self.graph.leaves:
-                size = self.graph.values[primal].bytes
-                self.live += size
-                self.by_kind[self.kind_index[Kind.GRADIENT]] += size
+                self.charge(self.graph.values[primal].bytes, Kind.GRADIENT)
                 self.note("end", None, 0)
                 if storage not in seen:
                     self._unbind(value)
