@@ -44,7 +44,7 @@ def test_a_wrong_result_is_noticed(wrong: Any, monkeypatch: pytest.MonkeyPatch) 
 
         return off
 
-    monkeypatch.setattr(encore.lower.codegen, "callable_for", callable_for)
+    monkeypatch.setattr("encore.lower.codegen.callable_for", callable_for)
     model = encore.compile(Net())
     with pytest.raises(VerificationError, match="differs from eager's by up to"):
         encore.verify(model, torch.randn(5, 4, requires_grad=True))

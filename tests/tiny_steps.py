@@ -85,7 +85,7 @@ def tiny_step(name: str) -> TinyStep:
     model.zero_grad()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encore.lower.calls, "callable_for", marked(encore.lower.calls.callable_for))
+        patch.setattr("encore.lower.codegen.callable_for", marked(encore.lower.calls.callable_for))
         encore.compile(model)
         step()
         model.zero_grad()
