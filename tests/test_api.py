@@ -203,6 +203,11 @@ def test_what_lives_beside_the_step_counts() -> None:
     assert encore.report(model).resident == alone + 2 * size + steps
 
 
+def test_an_estimate_with_the_wrong_arguments_says_so_in_one_line() -> None:
+    message = refused(OptionError, lambda: encore.estimate(small_model(), torch.randn(2, 7)))
+    assert "cannot be called with these arguments" in message
+
+
 # -- refusals: one line each, with what is accepted ------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from encore.capture import Session, sessions
 from encore.capture.compiled import CompiledCall
+from encore.capture.torch_private import TraceFailed
 from encore.capture.twin import fake_twin, run_forward_without_memory
 from encore.errors import NeverRunError, OptionError
 from encore.options import make_options
@@ -100,7 +101,11 @@ def estimate(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Estimate:
     plain = model.plain if isinstance(model, CompiledCall) else model
     session = Session(_name(plain), make_options({}), run=False)
     twin, fake_args, fake_kwargs, mode = fake_twin(plain, args, kwargs)
-    run_forward_without_memory(twin, session, fake_args, fake_kwargs, mode)
+    try:
+        run_forward_without_memory(twin, session, fake_args, fake_kwargs, mode)
+    except TraceFailed as failure:
+        why = str(failure).strip().splitlines()[0]
+        raise OptionError(f"{_name(plain)} cannot be called with these arguments: {why}") from failure
     if not session.graphs:
         raise OptionError(
             f"a call of {_name(plain)} with these arguments leads to no gradient; "

@@ -22,8 +22,8 @@ import encore
 from encore.bench.compare import Trainee, Turns
 from encore.bench.progress import progress
 from encore.bench.table import seconds_text
-from encore.report.format import bytes_text
 from encore.report.report import Report
+from encore.units import bytes_text
 from encore.workloads import Batch, build
 
 STEPS = 300

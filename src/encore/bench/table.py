@@ -10,7 +10,7 @@ from rich.table import Table
 from encore.bench.compare import Comparison
 from encore.bench.machine import Machine
 from encore.bench.suite import Suite
-from encore.report.format import bytes_text
+from encore.units import bytes_text
 
 WIDTH = 160
 COLUMNS = (

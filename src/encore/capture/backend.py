@@ -21,8 +21,8 @@ from encore.graph import UnsupportedGraphError, build_graph, verify_graph
 from encore.lower import Lowered, lower
 from encore.options import make_options
 from encore.plan import choose, keep_everything
-from encore.report.format import bytes_text
 from encore.schedule import Schedule
+from encore.units import bytes_text
 
 log = logging.getLogger("encore")
 

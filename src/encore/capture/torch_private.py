@@ -298,6 +298,7 @@ def original_error(error: BaseException) -> BaseException:
 
 
 BackendFailed = torch._dynamo.exc.BackendCompilerFailed
+TraceFailed = torch._dynamo.exc.TorchRuntimeError  # the user's own operators refused their operands
 
 
 def fake_mode() -> FakeTensorMode:

@@ -32,7 +32,7 @@ class Measurement:
     result: Any
 
     def __str__(self) -> str:
-        from encore.report.format import bytes_text
+        from encore.units import bytes_text
 
         return f"peak {bytes_text(self.step_peak)}, left {bytes_text(self.left)}, {self.seconds:.3f} s"
 

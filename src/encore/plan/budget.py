@@ -8,8 +8,8 @@ from encore.errors import BudgetError, Pin
 from encore.graph import Graph
 from encore.options import Budget, Options
 from encore.plan.plan import Plan
-from encore.report.format import bytes_text
 from encore.schedule import Stack, stack
+from encore.units import bytes_text
 
 LISTED_PINS = 5
 

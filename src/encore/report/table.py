@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from encore.report.format import bytes_text
+from encore.units import bytes_text
 
 if TYPE_CHECKING:
     from encore.report.report import DecisionRow, Report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from encore.report.format import bytes_text
+from encore.units import bytes_text
 
 
 @pytest.mark.parametrize(
