@@ -12,7 +12,7 @@ import encore
 from captured import Perceptron, captured
 from encore.api import compiled_call
 from encore.plan import Plan
-from encore.schedule import Kind, Run, Schedule, replay, simulate
+from encore.schedule import Kind, Run, Schedule, alive_at_worst, replay, simulate
 from encore.workloads import WORKLOADS
 from tiny_steps import tiny_step
 
@@ -43,7 +43,7 @@ def test_the_worst_moment_is_the_highest(name: str) -> None:
     worst = timeline.moments[timeline.worst]
     assert worst.peak == worst.live + timeline.workspace_at_worst
     graph = tiny_step(name).plan.schedule.graph
-    alive = [graph.bytes_of(value) for value in timeline.alive_at_worst]
+    alive = [graph.bytes_of(value) for value in alive_at_worst(tiny_step(name).plan.schedule, timeline)]
     assert alive == sorted(alive, reverse=True)
     assert sum(alive) == worst.live
 

@@ -1,13 +1,14 @@
 """What Dynamo calls with each graph it finds: trace the joint graph, plan it, hand back callables that run the plan.
 
 Passes, in order, each named and timed: capture (AOTAutograd's trace), facts, verify, plan, lower. One INFO line a
-graph on the logger `encore`.
+graph on the logger `encore`; `ENCORE_LOG=1` shows it on stderr.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,9 @@ from encore.schedule import Schedule
 from encore.units import bytes_text
 
 log = logging.getLogger("encore")
+if os.environ.get("ENCORE_LOG"):
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler())
 
 
 def encore_backend(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -39,10 +40,17 @@ class Workspaces:
         self.run = run
         self._cache = machine_cache()
         self._known: dict[str, int] = {}
+        self._answers: weakref.WeakKeyDictionary[Graph, dict[int, int]] = weakref.WeakKeyDictionary()
 
     def __call__(self, graph: Graph, op: Op) -> int:
         if op.kind is OpClass.VIEW:
             return 0
+        answers = self._answers.setdefault(graph, {})
+        if op.id not in answers:
+            answers[op.id] = self._answer(graph, op)
+        return answers[op.id]
+
+    def _answer(self, graph: Graph, op: Op) -> int:
         if not _is_pure_aten(op):
             return BOXED_SCALARS if op.kind is OpClass.RANDOM else 0
         if torch.Tag.pointwise in op.target.tags:

@@ -78,7 +78,7 @@ class Op:
     """Needed for the forward outputs (or with an effect of its own); everything else runs in backward."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Graph:
     """Forward and backward of one step. `primals` and `tangents` come in, `outputs` and `gradients` go out."""
 

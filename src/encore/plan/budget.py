@@ -8,7 +8,7 @@ from encore.errors import BudgetError, Pin
 from encore.graph import Graph
 from encore.options import Budget, Options
 from encore.plan.plan import Plan
-from encore.schedule import Stack, stack
+from encore.schedule import Stack, alive_at_worst, stack
 from encore.units import bytes_text
 
 LISTED_PINS = 5
@@ -59,7 +59,7 @@ def budget_error(plan: Plan, budget: Budget, limit: int, floor: int) -> BudgetEr
 def pins_of(plan: Plan) -> list[Pin]:
     """The largest tensors alive at the plan's worst moment."""
     graph = plan.schedule.graph
-    return [pin_of(graph, value) for value in plan.timeline.alive_at_worst[:LISTED_PINS]]
+    return [pin_of(graph, value) for value in alive_at_worst(plan.schedule, plan.timeline)[:LISTED_PINS]]
 
 
 def pin_of(graph: Graph, value_id: int) -> Pin:

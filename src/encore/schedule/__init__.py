@@ -6,7 +6,7 @@ Nothing here chooses what to keep, and nothing here runs on real tensors.
 from encore.schedule.actions import Action, Free, Run, Schedule
 from encore.schedule.order import schedule_step
 from encore.schedule.replay import replay
-from encore.schedule.simulate import Kind, Timeline, simulate
+from encore.schedule.simulate import Kind, Timeline, alive_at_worst, simulate
 from encore.schedule.stack import Stack, stack
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Schedule",
     "Stack",
     "Timeline",
+    "alive_at_worst",
     "replay",
     "schedule_step",
     "simulate",

@@ -52,9 +52,12 @@ class Timeline:
     """Bytes alive between forward and backward."""
     worst: int
     """Position of the worst moment."""
-    alive_at_worst: tuple[int, ...]
-    """Values alive at the worst moment, one a storage, largest first."""
-    workspace_at_worst: int
+    outputs_outlive: bool
+    """Was the user taken to hold the outputs until the end?"""
+
+    @property
+    def workspace_at_worst(self) -> int:
+        return self.moments[self.worst].peak - self.moments[self.worst].live
 
     @property
     def step_peak(self) -> int:
@@ -68,18 +71,21 @@ def simulate(
     only go on to the next graph of a broken model (`outputs_outlive=False`), which is done with them by then."""
     walk = _Walk(schedule, workspace)
     saved = _walk_step(walk, schedule, outputs_outlive)
-    worst = max(range(len(walk.moments)), key=lambda position: walk.moments[position].peak)
-    again = _Walk(schedule, workspace, stop_at=worst)
-    with contextlib.suppress(_Reached):
-        _walk_step(again, schedule, outputs_outlive)
     return Timeline(
         moments=tuple(walk.moments),
         resident=walk.resident,
         saved=saved,
-        worst=worst,
-        alive_at_worst=again.alive(),
-        workspace_at_worst=walk.moments[worst].peak - walk.moments[worst].live,
+        worst=max(range(len(walk.moments)), key=lambda position: walk.moments[position].peak),
+        outputs_outlive=outputs_outlive,
     )
+
+
+def alive_at_worst(schedule: Schedule, timeline: Timeline) -> tuple[int, ...]:
+    """Values alive at the worst moment of a simulated schedule, one a storage, largest first."""
+    walk = _Walk(schedule, lambda graph, op: 0, stop_at=timeline.worst)
+    with contextlib.suppress(_Reached):
+        _walk_step(walk, schedule, timeline.outputs_outlive)
+    return walk.alive()
 
 
 def _walk_step(walk: _Walk, schedule: Schedule, outputs_outlive: bool) -> int:
