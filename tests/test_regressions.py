@@ -1,8 +1,16 @@
-"""What random models have found, pinned."""
+"""What random models and readers have found, pinned."""
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import encore
@@ -51,3 +59,185 @@ def test_batch_norm_of_a_transposed_value_between_two_linear_layers_runs() -> No
             return self.linear(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
     assert encore.verify(encore.compile(Normed()), torch.randn(3, 5, 8)).bit_equal
+
+
+# -- what a review has found -----------------------------------------------------------------------------------------
+
+
+class DrawsInBackward(torch.autograd.Function):
+    """Draws twice in backward: once depending on the gradient, once on nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.rand_like(gradient) + torch.rand(4, 8)
+
+
+def test_draws_in_backward_keep_their_order() -> None:
+    @encore.compile
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(DrawsInBackward.apply(x), 0.5)
+
+    assert encore.verify(function, torch.randn(4, 8, requires_grad=True)).bit_equal
+
+
+class SavesAProduct(torch.autograd.Function):
+    """Computes in forward what only its backward reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(buffer * 2)
+        return x * buffer.mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (doubled,) = ctx.saved_tensors
+        return gradient * doubled, None
+
+
+def test_what_a_function_computes_for_its_backward_is_computed_before_a_buffer_changes() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("scale", torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result = SavesAProduct.apply(self.linear(x), self.scale)
+            self.scale.add_(1)  # type: ignore[operator]
+            return result
+
+    assert encore.verify(encore.compile(Model()), torch.randn(2, 3)).bit_equal
+
+
+SELF_SCATTERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "index_add": lambda h, order: h.index_add(0, order, h),
+    "scatter": lambda h, order: h.scatter(0, order[:, None].expand(4, 4), h),
+    "scatter_add": lambda h, order: h.scatter_add(0, order[:, None].expand(4, 4), h),
+    "index_put": lambda h, order: h.index_put((order,), h, accumulate=True),
+}
+
+
+@pytest.mark.parametrize("scatter", SELF_SCATTERS)
+def test_a_tensor_scattered_into_itself(scatter: str) -> None:
+    order = torch.tensor([2, 0, 3, 1])
+
+    @encore.compile
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return SELF_SCATTERS[scatter]((x * 2).add(1), order).sin()
+
+    assert encore.verify(function, torch.randn(4, 4, requires_grad=True)).bit_equal
+
+
+def test_a_compiled_model_can_be_collected() -> None:
+    model = encore.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    model(torch.randn(2, 4)).sum().backward()
+    weight = weakref.ref(model[0].weight)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert weight() is None
+
+
+def test_a_users_profiler_is_left_running() -> None:
+    model = encore.compile(nn.Sequential(nn.Conv1d(2, 3, 3), nn.Tanh()))
+    with torch.profiler.profile() as profile:
+        model(torch.randn(2, 2, 9)).sum().backward()
+    assert any(event.key == "aten::tanh" for event in profile.key_averages())
+    with torch.profiler.profile(), pytest.raises(encore.EncoreError, match="outside"):
+        encore.measure(lambda: None)
+
+
+def test_calls_without_backward_do_not_add_up() -> None:
+    model, x = encore.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), torch.randn(8, 4)
+    model(x).sum().backward()
+    before = encore.report(model).planned.step_peak
+    for _ in range(5):
+        model(x)
+    assert encore.report(model).planned.step_peak == before
+
+
+def test_two_batch_sizes_through_torch_compile_are_two_steps() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    compiled = torch.compile(model, backend="encore")
+    peaks = []
+    for size in (8, 4):
+        compiled(torch.randn(size, 4)).sum().backward()
+        peaks.append(encore.report(compiled).planned.step_peak)
+    assert peaks[0] > peaks[1]
+    assert len(encore.report(compiled).graphs) == 1
+
+
+def test_checkpoints_are_left_to_pytorch_with_a_warning() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                [nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(4)]
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            return x
+
+    model, x = encore.compile(Model()), torch.randn(64, 32)
+    with pytest.warns(UserWarning, match=r"torch\.utils\.checkpoint"):
+        model(x).sum().backward()
+    model.zero_grad()
+    planned = encore.measure(lambda: model(x).sum().backward()).step_peak
+    model.zero_grad()
+    plain = encore.measure(lambda: model._call_impl(x).sum().backward()).step_peak
+    assert planned <= 1.5 * plain
+
+
+def test_a_method_can_be_compiled() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.scale = 3.0
+
+        @encore.compile
+        def loss(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.scale).sin().sum()
+
+    x = torch.randn(4, requires_grad=True)
+    Trainer().loss(x).backward()
+    assert torch.equal(x.grad, torch.autograd.grad((x * 3.0).sin().sum(), x)[0])  # type: ignore[arg-type]
+
+
+def test_an_estimate_copies_no_tensor_and_refuses_what_cannot_be_copied() -> None:
+    class Listing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.tables = [torch.randn(1000, 100)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.tables[0][0, 0]
+
+    measured = encore.measure(lambda: encore.estimate(Listing(), torch.randn(2, 4)).floor)
+    assert measured.step_peak < 2 * 400_000
+
+    class Locked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.lock = nn.Linear(4, 4), threading.Lock()
+
+    with pytest.raises(encore.OptionError, match="cannot be copied"):
+        encore.estimate(Locked(), torch.randn(2, 4))
+
+
+def test_verify_takes_expanded_buffers_and_sparse_gradients() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 4, sparse=True)
+            self.register_buffer("ones", torch.ones(1).expand(4))
+
+        def forward(self, index: torch.Tensor) -> torch.Tensor:
+            return self.embedding(index) * self.ones
+
+    assert encore.verify(encore.compile(Model()), torch.tensor([1, 3, 3])).bit_equal

@@ -81,7 +81,9 @@ def _find_sessions(model: Any) -> list[Session]:
             f"{_name(model)} was not compiled by Encore; call encore.compile(model) first, "
             "or encore.estimate(model, *args)"
         )
-    return sorted(owners, key=lambda session: session.born)
+    latest = max((session.last_step_number for session in owners), default=-1)
+    current = [session for session in owners if session.last_step_number == latest]
+    return sorted(current, key=lambda session: session.born)
 
 
 def _is_torch_compiled(model: Any) -> bool:

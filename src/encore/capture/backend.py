@@ -35,7 +35,8 @@ def encore_backend(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **unknown: Any
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="encore", options={"budget": "2GiB"})`."""
-    return GraphCompiler(Session("torch.compile", make_options({**(options or {}), **unknown})))(module, inputs)
+    session = Session("torch.compile", make_options({**(options or {}), **unknown}), one_graph=True)
+    return GraphCompiler(session)(module, inputs)
 
 
 class GraphCompiler:
@@ -65,18 +66,23 @@ class _GraphCompilation:
         self.started = time.perf_counter()
 
     def compile(self) -> Callable[..., Any]:
-        return torch_private.trace_joint(
-            self.module,
-            self.inputs,
-            partition=self.partition,
-            forward=self.forward_callable,
-            backward=self.backward_callable,
-        )
+        try:
+            return torch_private.trace_joint(
+                self.module,
+                self.inputs,
+                partition=self.partition,
+                forward=self.forward_callable,
+                backward=self.backward_callable,
+            )
+        finally:  # PyTorch keeps the callbacks, and they this object; it must not keep the user's parameters
+            self.inputs = ()
+            self.module = fx.GraphModule({}, fx.Graph())
 
     def partition(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan the joint graph; AOTAutograd gets a shell with the right inputs and outputs."""
         self._lap("capture")
         try:
+            torch_private.refuse_checkpointed(joint)
             graph = build_graph(
                 joint,
                 primals=torch_private.primals(joint, self.module, self.inputs),
@@ -121,8 +127,11 @@ class _GraphCompilation:
         if self.lowered is None or self.captured is None:
             return torch_private.plain_callable(module)
         run, session, captured = self.lowered.forward, self.session, self.captured
+        starts_a_step = session.one_graph
 
         def forward(args: list[Any]) -> Any:
+            if starts_a_step:
+                session.begin_call()
             session.note_forward(captured)
             return run(args)
 

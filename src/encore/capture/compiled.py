@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ class CompiledCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
+        self.session.begin_call()
         forwards_before = self.session.forwards_run
         try:
             with torch_private.whole_graphs():
@@ -41,6 +43,10 @@ class CompiledCall:
         if self.session.forwards_run == forwards_before and not self._told_it_ran_plain:
             self._tell_if_it_ran_plain(result)
         return result
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A compiled function in a class body is a method, like any other."""
+        return self if instance is None else types.MethodType(self, instance)
 
     def _tell_if_it_ran_plain(self, result: Any) -> None:
         """A call that leads to gradients and ran no graph of ours was plain eager PyTorch: say so, and why."""

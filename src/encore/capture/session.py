@@ -39,14 +39,31 @@ class PlainGraph:
     reason: str
 
 
+class _StepClock:
+    """Numbers steps across sessions: the first forward after a backward begins a new one."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.backward_began = False
+
+    def forward(self) -> int:
+        if self.backward_began:
+            self.step += 1
+            self.backward_began = False
+        return self.step
+
+
 _births = itertools.count()
+_clock = _StepClock()
 
 
 class Session:
     """The compiled graphs of one model. Each forward notes itself, so that the report knows what makes up a step."""
 
-    def __init__(self, name: str, options: Options, *, run: bool = True) -> None:
+    def __init__(self, name: str, options: Options, *, run: bool = True, one_graph: bool = False) -> None:
         self.name = name
+        self.one_graph = one_graph
+        """`torch.compile` tells nothing of the model a graph belongs to: each has a session of its own."""
         self.options = options
         self.workspaces = Workspaces(run=run)
         self.graphs: list[CapturedGraph] = []
@@ -54,25 +71,27 @@ class Session:
         self.tensors: list[weakref.ref[torch.Tensor]] = []
         self.forwards_run = 0
         self.born = next(_births)
+        self.last_step_number = -1
         self._step: list[CapturedGraph] = []
-        self._backward_began = False
         self._lock = threading.Lock()
         sessions.add(self)
 
+    def begin_call(self) -> None:
+        """The user calls the model: a step begins."""
+        self._step = []
+
     def note_forward(self, graph: CapturedGraph) -> None:
         with self._lock:
-            if self._backward_began:
-                self._step = []
-                self._backward_began = False
             self._step.append(graph)
             self.forwards_run += 1
+            self.last_step_number = _clock.forward()
 
     def note_backward(self) -> None:
-        self._backward_began = True
+        _clock.backward_began = True
 
     def plans_of_step_so_far(self) -> list[Plan]:
         """The plans that the running step has been through when its next graph is planned."""
-        return [] if self._backward_began else [graph.plan for graph in self._step]
+        return [graph.plan for graph in self._step]
 
     def remember_tensors(self, inputs: Any) -> None:
         self.tensors += [weakref.ref(tensor) for tensor in inputs if isinstance(tensor, torch.nn.Parameter)]

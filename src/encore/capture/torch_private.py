@@ -29,12 +29,13 @@ from torch._functorch._aot_autograd.descriptors import (
     SavedForBackwardsNoVcCheckAOTOutput,
 )
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._functorch.partitioners import default_partition
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy
 
-from encore.graph import Primal, Role
+from encore.graph import Primal, Role, UnsupportedGraphError
 from encore.graph.random_ops import traced_dropout, traced_dropout_
 
 aten = torch.ops.aten
@@ -48,6 +49,7 @@ ONLY_IN_TRACING = (
     "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
     "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
 )  # fmt: skip
+RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 COMPOSITE_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 INSTEAD: dict[Any, Callable[..., Any]] = {
     aten.dropout.default: traced_dropout,
@@ -151,8 +153,16 @@ def trace_joint(
 
 
 def plain_partition(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """PyTorch's own split, for a graph that Encore cannot read."""
-    return default_partition(joint, (), num_fwd_outputs=num_outputs)
+    """PyTorch's own split, for a graph that Encore cannot read; it heeds what `torch.utils.checkpoint` asks for."""
+    return min_cut_rematerialization_partition(joint, (), num_fwd_outputs=num_outputs)
+
+
+def refuse_checkpointed(joint: fx.GraphModule) -> None:
+    """Recomputing is not planned yet: rather than keep what the user asked to drop, leave such a graph to PyTorch."""
+    if any(node.meta.get("recompute") in RECOMPUTED for node in joint.graph.nodes):
+        raise UnsupportedGraphError(
+            "it uses torch.utils.checkpoint, which Encore does not plan; remove the checkpoints to have it planned"
+        )
 
 
 def plain_callable(module: fx.GraphModule) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from encore.capture import torch_private
 from encore.capture.compiled import CompiledCall
 from encore.capture.session import Session
+from encore.errors import OptionError
 
 
 def fake_twin(
@@ -33,16 +34,21 @@ def fake_twin(
 
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
     if isinstance(model, nn.Module):
-        for tensor in _tensors_of(model):
-            fake(tensor)
-        model = copy.deepcopy(model, memo)
+        try:
+            for tensor in _tensors_of(model):
+                fake(tensor)
+            model = copy.deepcopy(model, memo)
+        except Exception as error:
+            raise OptionError(
+                f"{type(model).__name__} cannot be copied without its memory ({str(error).splitlines()[0]}); "
+                "an estimate wants a module that copy.deepcopy accepts, with all parameters initialised"
+            ) from error
     return model, fake_args, fake_kwargs, mode
 
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
-        held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
-        yield from (thing for thing in held if isinstance(thing, torch.Tensor))
+        yield from (thing for thing in pytree.tree_leaves(vars(module)) if isinstance(thing, torch.Tensor))
 
 
 def _fake(tensor: torch.Tensor, mode: Any) -> torch.Tensor:

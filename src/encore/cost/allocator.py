@@ -17,6 +17,11 @@ _profiler: Any = torch._C._profiler
 _autograd: Any = torch._C._autograd
 
 
+def profiler_is_running() -> bool:
+    """There is one profiler a thread: starting ours would end the user's."""
+    return bool(_autograd._profiler_enabled())
+
+
 class AllocatorEvents:
     """Record CPU allocations (positive) and releases (negative) between `start` and `stop`."""
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from encore.cost.allocator import AllocatorEvents
+from encore.cost.allocator import AllocatorEvents, profiler_is_running
+from encore.errors import EncoreError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Measurement:
 
 def measure(function: Callable[[], Any]) -> Measurement:
     """Call the function once and tell what it allocated and how long it took."""
+    if profiler_is_running():
+        raise EncoreError("encore.measure reads PyTorch's profiler, and one is running already; measure outside of it")
     gc.collect()  # garbage in cycles would be released somewhere inside
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return measure_cuda(function)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from encore.cost.allocator import profiler_is_running
 from encore.cost.cache import machine_cache
 from encore.cost.probe import probe_workspace
 from encore.graph import Graph, Op, OpClass
@@ -28,6 +29,7 @@ log = logging.getLogger("encore")
 BOXED_SCALARS = 16
 """A Python number among tensors becomes a tensor of 8 bytes, and 4 more where it is converted."""
 
+HALF = (torch.bfloat16, torch.float16)
 ONEDNN_CHANNELS = 16
 REORDERS = frozenset({"convolution", "convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})
 """Operators that copy operands and results into layouts of their own."""
@@ -67,7 +69,7 @@ class Workspaces:
         cached = self._cache.get(key)
         if cached is not None:
             return int(cached)
-        if not self.run or not _can_run(graph, op):
+        if not self.run or profiler_is_running() or not _can_run(graph, op):
             return _bound(graph, op)
         try:
             workspace = probe_workspace(graph, op)
@@ -104,8 +106,12 @@ def _bound(graph: Graph, op: Op) -> int:
     rule = RULES.get(op.target)
     if rule is not None:
         return rule(graph, op)
-    expanded = (graph.values[value] for value in op.reads if 0 in graph.values[value].stride)
-    return BOXED_SCALARS + sum(value.bytes for value in expanded) * (op.kind is OpClass.HEAVY)
+    operands = [graph.values[value] for value in op.reads]
+    if op.kind is OpClass.HEAVY:  # copied where they are expanded; half precision is reordered as in a convolution
+        operands = [value for value in operands if 0 in value.stride or value.dtype in HALF]
+    elif op.kind is OpClass.CHEAP:
+        operands = []
+    return BOXED_SCALARS + 2 * sum(value.bytes for value in operands)
 
 
 def _reordered(graph: Graph, op: Op) -> int:
@@ -170,5 +176,6 @@ RULES: dict[Any, Callable[[Graph, Op], int]] = {
     aten.native_batch_norm_backward.default: _first_result,
     aten.native_layer_norm_backward.default: _rows_per_thread,
     aten._safe_softmax.default: lambda graph, op: 2 * _first_result(graph, op),
+    aten.binary_cross_entropy_with_logits.default: lambda graph, op: 2 * graph.values[op.reads[0]].bytes,
 }
 """What is known without running, for operators that are not pointwise."""

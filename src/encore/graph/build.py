@@ -72,6 +72,7 @@ class _Builder:
         self.lazily_negated: set[int] = set()
         """Values that carry PyTorch's conjugate or negative bit."""
         self.copied_tangents: set[int] = set()
+        self.backward_began = False
         (output,) = joint.graph.find_nodes(op="output")
         flat = pytree.arg_tree_leaves(*output.args)
         self.output_nodes, self.gradient_nodes = flat[:num_outputs], flat[num_outputs:]
@@ -133,6 +134,10 @@ class _Builder:
         self.operand[node] = Ref(value.id)
 
     def _call(self, node: fx.Node) -> None:
+        # The trace is in eager's order: from the first backward node on, all are.
+        self.backward_began |= node.meta.get("partitioner_tag") == "is_backward" or any(
+            source.op == "placeholder" and "tangents" in source.name for source in node.all_input_nodes
+        )
         if node.target is operator.getitem:
             container, index = node.args
             if isinstance(container, fx.Node) and isinstance(self.operand[container], tuple):
@@ -235,6 +240,7 @@ class _Builder:
             kind=kind,
             module=_module_path(node),
             source=_source_line(node.stack_trace),
+            traced_in_forward=not self.backward_began,
         )
         self.ops.append(op)
         sizes = true_bytes(node.target, args, self.values)
@@ -305,15 +311,16 @@ class _Builder:
 
 
 def _mark_forward(graph: Graph) -> None:
-    """Forward is what the outputs need, and whatever has an effect of its own and does not wait for a tangent."""
+    """Forward is what the outputs need, and whatever eager would have run there too: an effect of its own, or a value
+    that a custom function computes for its backward. Views alone are left to those who read them."""
     waits = set(graph.tangents)
     for op in graph.ops:
         if waits.intersection(op.reads):
             waits.update(value for value in op.writes if value is not None)
     needed = {value for value in graph.outputs if value is not None}
     for op in reversed(graph.ops):
-        results = {value for value in op.writes if value is not None}
-        if results & needed or (op.kind in SIDE_EFFECTS and not waits.intersection(op.reads)):
+        in_forward = op.traced_in_forward and op.kind is not OpClass.VIEW and not waits.intersection(op.reads)
+        if in_forward or any(value in needed for value in op.writes):
             op.forward = True
             needed.update(op.reads)
 

@@ -74,8 +74,10 @@ class Op:
     kind: OpClass
     module: str
     source: str
+    traced_in_forward: bool = True
+    """Did eager's forward run it?"""
     forward: bool = False
-    """Needed for the forward outputs (or with an effect of its own); everything else runs in backward."""
+    """Does our forward run it? Everything else runs in backward."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,7 @@ class _Writer:
         exec(compile(source, filename, "exec"), self.scope)  # the text is ours: operators and names from the graph
         function = self.scope.pop(name)
         function._boxed_call = True
+        weakref.finalize(function, linecache.cache.pop, filename, None)
         return function
 
     def _line(self, text: str) -> None:

@@ -14,6 +14,9 @@ from encore.graph import Graph, Op, OpClass
 from encore.schedule.actions import Action, Free, Run, Schedule
 from encore.schedule.reuse import write_over_dying
 
+KEEP_THEIR_PLACE = frozenset({OpClass.RANDOM, OpClass.MUTATING, OpClass.COLLECTIVE, OpClass.OPAQUE})
+"""Backward operators with an effect of their own: a draw that moves would be another draw."""
+
 
 def schedule_step(graph: Graph) -> Schedule:
     """The keep-everything schedule of a step."""
@@ -59,7 +62,7 @@ def order_backward(graph: Graph) -> tuple[list[Op], tuple[int, ...]]:
 
     waiting = set(graph.tangents)
     for op in graph.ops:
-        if not op.forward and waiting.intersection(op.reads):
+        if not op.forward and (waiting.intersection(op.reads) or op.kind in KEEP_THEIR_PLACE):
             waiting.update(value for value in op.writes if value is not None)
             provide(op.reads)
             order.append(op)

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from encore.errors import IllegalGraphError
-from encore.graph import Graph, Op
+from encore.graph import Graph, Op, refs
 from encore.schedule.actions import Action, Free, Run, Schedule
 
 
@@ -112,7 +114,7 @@ class _Machine:
         self.check_limit(self.workspace(self.graph, op), f"while {op.name} runs")
 
     def _written_over(self, op: Op, operand: int, results: list[int]) -> _Block:
-        if operand not in op.reads or len(results) != 1:
+        if operand not in op.reads or len(results) != 1 or not _may_write_over(op, operand):
             self._fail(f"{op.name} cannot write over {self._name(operand)}")
         block, _ = self.names[operand]
         needed = self.graph.bytes_of(results[0])
@@ -160,6 +162,12 @@ class _Machine:
 
     def _fail(self, message: str) -> None:
         raise IllegalGraphError(f"illegal schedule: {message}")
+
+
+def _may_write_over(op: Op, operand: int) -> bool:
+    """Pointwise operators may, wherever the operand stands; others only if they mention it once."""
+    pointwise = torch.Tag.pointwise in getattr(op.target, "tags", ())
+    return pointwise or list(refs((op.args, op.kwargs))).count(operand) == 1
 
 
 def replay(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from encore.graph import Graph, Op, Value
 from encore.graph.ops import OUT_VARIANT, WRITES_FIRST
-from encore.graph.values import Ref, block_bytes
+from encore.graph.values import Ref, block_bytes, refs
 
 
 def write_over_dying(
@@ -60,7 +60,9 @@ def _candidates(op: Op) -> list[int]:
     if op.target in OUT_VARIANT:
         return [argument.value for argument in op.args if isinstance(argument, Ref)]
     if op.target in WRITES_FIRST and isinstance(op.args[0], Ref):
-        return [op.args[0].value]
+        first = op.args[0].value
+        mentions = list(refs((op.args, op.kwargs))).count(first)
+        return [first] if mentions == 1 else []  # scattering a tensor into itself reads what it has written
     return []
 
 
