@@ -241,3 +241,17 @@ def test_verify_takes_expanded_buffers_and_sparse_gradients() -> None:
             return self.embedding(index) * self.ones
 
     assert encore.verify(encore.compile(Model()), torch.tensor([1, 3, 3])).bit_equal
+
+
+def test_sizes_among_the_outputs_of_torch_compile() -> None:
+    """From the second shape on Dynamo makes sizes symbols, and they leave the graph as outputs."""
+
+    @torch.compile(backend="encore")
+    def function(x: torch.Tensor, weight: torch.Tensor, count: int) -> tuple[torch.Tensor, int, int, torch.Tensor]:
+        return (x * weight * count).sin(), x.shape[0] * 2, count + 1, x.new_zeros(x.shape[0] + 1)
+
+    weight = torch.randn(4, requires_grad=True)
+    for rows, count in ((3, 2), (5, 3), (7, 4)):
+        result, doubled, successor, zeros = function(torch.randn(rows, 4), weight, count)
+        result.sum().backward()
+        assert (doubled, successor, len(zeros)) == (2 * rows, count + 1, rows + 1)

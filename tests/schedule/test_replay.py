@@ -190,7 +190,7 @@ def chain(length: int, *, bytes_each: int = 64) -> Graph:
     for kept in reversed(made[1:]):
         gradient = op(aten.mul.Tensor, gradient, kept, forward=False)
     output = made[-1]
-    return Graph(values, storages, ops, [x], [tangent], [output], [gradient], {}, [output])
+    return Graph(values, storages, ops, [x], [tangent], [output], [gradient], returned=[output])
 
 
 def with_over(schedule: Schedule, phase: str, position: int, operand: int) -> Schedule:

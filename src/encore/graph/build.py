@@ -106,6 +106,11 @@ class _Builder:
             gradients=[self._exported(node) for node in self.gradient_nodes],
             constants=self.constants,
             copied_tangents=self.copied_tangents,
+            literals={
+                position: self.operand[node]
+                for position, node in enumerate(self.output_nodes)
+                if isinstance(node, fx.Node) and _literal(self.operand[node]) is not None
+            },
             returned=[value for value, held in zip(outputs, returned, strict=True) if held and value is not None],
         )
         _mark_forward(graph)
@@ -307,7 +312,9 @@ class _Builder:
         return self.storage_by_pointer[pointer]
 
     def _exported(self, node: Any) -> int | None:
-        return self.result.get(node) if isinstance(node, fx.Node) else None
+        if not isinstance(node, fx.Node) or _literal(self.operand[node]) is not None:
+            return None
+        return self.result.get(node)
 
 
 def _mark_forward(graph: Graph) -> None:

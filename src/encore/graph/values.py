@@ -90,11 +90,13 @@ class Graph:
     primals: list[int]
     tangents: list[int]
     outputs: list[int | None]
-    """By position; None where the step returns something that is not a tensor."""
+    """By position; None where the step returns something that is not a tensor: see `literals`."""
     gradients: list[int | None]
     """One for every primal; None where it needs none."""
     constants: dict[int, Any] = field(default_factory=dict)
     """Tensors and modules baked into the graph, by value."""
+    literals: dict[int, Any] = field(default_factory=dict)
+    """Numbers among the outputs, by position: sizes that were symbols while tracing."""
     identities: list[int | None] = field(default_factory=list)
     """For every primal that is a parameter or buffer, which one: graphs of one model share them."""
     copied_tangents: set[int] = field(default_factory=set)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ def lower(schedule: Schedule, name: str = "step") -> Lowered:
     """Turn both streams into functions."""
     graph = schedule.graph
     forward_source, forward = _Writer(graph).write(
-        f"{name}_forward", schedule.forward, graph.primals, (*graph.outputs, *schedule.saved)
+        f"{name}_forward", schedule.forward, graph.primals, (*graph.outputs, *schedule.saved), graph.literals
     )
     backward_source, backward = _Writer(graph).write(
         f"{name}_backward", schedule.backward, (*schedule.saved, *graph.tangents), graph.gradients
@@ -56,8 +56,14 @@ class _Writer:
         self.lines: list[str] = []
 
     def write(
-        self, name: str, actions: Sequence[Action], given: Sequence[int], results: Iterable[int | None]
+        self,
+        name: str,
+        actions: Sequence[Action],
+        given: Sequence[int],
+        results: Iterable[int | None],
+        literals: Mapping[int, Any] | None = None,
     ) -> tuple[str, Boxed]:
+        """`literals` stand for results that are no values, by position."""
         self.lines = [f"def {name}(args):"]
         if given:
             self._line(f"{''.join(f'{self._variable(value)}, ' for value in given)}= args")
@@ -70,7 +76,10 @@ class _Writer:
             self._flush(freed)
             self._line(self._statement(action))
         self._flush(freed)
-        returned = ", ".join("None" if value is None else self._read(value) for value in results)
+        returned = ", ".join(
+            repr((literals or {}).get(position)) if value is None else self._read(value)
+            for position, value in enumerate(results)
+        )
         self._line(f"return ({returned},)" if returned else "return ()")
         source = "\n".join(self.lines) + "\n"
         return source, self._evaluate(name, source)
