@@ -2,9 +2,10 @@
 
 oneDNN reorders the operands of a convolution into layouts of its own choice, autograd's formulas make copies, a matrix
 product may need a contiguous operand: nothing in a graph tells. So operators are asked: each distinct call is run once
-on made-up tensors, and what the allocator reports is kept on disk. Pointwise operators need nothing but a boxed scalar
-and are not run. Where running is out of the question (an estimate runs nothing) and nothing is on disk, a bound that
-holds for oneDNN's reorders is taken.
+on made-up tensors, and what the allocator reports is kept on disk. Pointwise operators are not run: they need a boxed
+scalar, and a copy of operands of another type. Where running is out of the question (an estimate runs nothing, a user's
+profiler must not be disturbed) and nothing is on disk, a bound is taken; it covers oneDNN's reorders, and is a guess for
+operators that have no rule here.
 """
 
 from __future__ import annotations
