@@ -4,8 +4,8 @@ oneDNN reorders the operands of a convolution into layouts of its own choice, au
 product may need a contiguous operand: nothing in a graph tells. So operators are asked: each distinct call is run once
 on made-up tensors, and what the allocator reports is kept on disk. Pointwise operators are not run: they need a boxed
 scalar, and a copy of operands of another type. Where running is out of the question (an estimate runs nothing, a user's
-profiler must not be disturbed) and nothing is on disk, a bound is taken; it covers oneDNN's reorders, and is a guess for
-operators that have no rule here.
+profiler must not be disturbed) and nothing is on disk, a bound is taken: it covers oneDNN's reorders, and is a guess
+for operators that have no rule here.
 """
 
 from __future__ import annotations
