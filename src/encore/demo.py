@@ -20,8 +20,8 @@ from torch import nn
 
 import encore
 from encore.bench.compare import Trainee, Turns
-from encore.bench.progress import progress
 from encore.bench.table import seconds_text
+from encore.progress import progress
 from encore.report.report import Report
 from encore.units import bytes_text
 from encore.workloads import Batch, build

@@ -11,7 +11,7 @@ from typing import Any
 
 from encore.errors import OptionError, listed
 
-LOWERINGS = ("eager",)
+LOWERINGS = ("eager", "fused")
 DEFAULT_OVERHEAD = 0.05
 UNITS = {
     "": 1, "B": 1,
@@ -85,7 +85,8 @@ class Options:
     """Bytes alive beside parameters, buffers and inputs that the budget must leave room for (optimizer state)."""
 
     lowering: str = "eager"
-    """How the schedule runs: "eager" calls PyTorch's own operators one by one."""
+    """How the schedule runs: "fused" compiles runs of cheap operators into kernels, "eager" calls PyTorch's own
+    operators one by one and gives the very bits that plain PyTorch gives."""
 
     recompile_limit: int = 16
     """How many shapes (or other variants) of one model are planned before the rest runs as plain eager PyTorch."""

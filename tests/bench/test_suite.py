@@ -10,10 +10,10 @@ import pytest
 from encore.bench import suite as suite_module
 from encore.bench.compare import Comparison
 from encore.bench.machine import Machine, this_machine
-from encore.bench.progress import progress
 from encore.bench.suite import SUITE, Suite, run_suite
 from encore.bench.table import page, render, seconds_text
 from encore.cli import main
+from encore.progress import progress
 
 MACHINE = Machine(
     encore="0.1.0", torch="2.13.0", python="3.11.9", system="Linux x86_64", processor="A processor",

@@ -91,11 +91,14 @@ def test_kinds_at_the_end_are_gradients_and_the_output() -> None:
 
 def test_workspace_raises_the_peak_and_leaves_live_bytes_alone() -> None:
     schedule = perceptron().schedule
-    plain, wide = simulate(schedule), simulate(schedule, lambda graph, op: 1000 if op.name == "mm" else 0)
+    plain, wide = (
+        simulate(schedule),
+        simulate(schedule, lambda graph, op: 1000 if getattr(op, "name", "") == "mm" else 0),
+    )
     assert [moment.live for moment in plain.moments] == [moment.live for moment in wide.moments]
     assert wide.step_peak == 200 + 1000
     assert wide.workspace_at_worst == 1000
-    assert replay(schedule, workspace=lambda graph, op: 1000 if op.name == "mm" else 0) == 1200
+    assert replay(schedule, workspace=lambda graph, op: 1000 if getattr(op, "name", "") == "mm" else 0) == 1200
 
 
 def test_outputs_that_only_go_on_do_not_outlive_forward() -> None:

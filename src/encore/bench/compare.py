@@ -18,8 +18,8 @@ from torch import nn
 
 import encore
 from encore.api import compiled_call
-from encore.bench.progress import Advance
 from encore.cost import Measurement
+from encore.progress import Advance
 from encore.schedule import simulate
 from encore.workloads import Workload
 

@@ -12,7 +12,7 @@ import torch
 
 from encore.bench.compare import STAGES, Comparison, compare
 from encore.bench.machine import Machine, this_machine
-from encore.bench.progress import progress
+from encore.progress import progress
 from encore.workloads import TINY_SIZES, build
 
 SUITE = ("nmt", "transformer", "resnet", "speech")

@@ -19,9 +19,9 @@ from torch import fx
 from encore.capture import torch_private
 from encore.capture.session import CapturedGraph, PlainGraph, Session
 from encore.graph import UnsupportedGraphError, build_graph, verify_graph
-from encore.lower import Lowered, lower
+from encore.lower import FusedPlan, Lowered, fuse_plan, kernel_store, lower
 from encore.options import make_options
-from encore.plan import choose, keep_everything
+from encore.plan import Plan, choose, keep_everything
 from encore.schedule import Schedule
 from encore.units import bytes_text
 
@@ -100,9 +100,11 @@ class _GraphCompilation:
             unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
             self.session.workspaces.save()
         plan = choose([unplanned], self.session.options, earlier=self.session.plans_of_step_so_far())
-        plan = dataclasses.replace(plan, schedule=self._in_saving_order(joint, plan.schedule))
         self._lap("plan")
-        self.lowered = lower(plan.schedule, self.name.replace(" ", "_"))
+        fused = self._fuse(plan)
+        plan = dataclasses.replace(fused.plan, schedule=self._in_saving_order(joint, fused.plan.schedule))
+        self._lap("compile")
+        self.lowered = lower(plan.schedule, self.name.replace(" ", "_"), fused.kernels)
         self._lap("lower")
         self.captured = CapturedGraph(
             name=self.name,
@@ -117,6 +119,12 @@ class _GraphCompilation:
         self._tell()
         saved = [graph.values[value].name for value in plan.schedule.saved]
         return torch_private.shell(joint, num_outputs, saved)
+
+    def _fuse(self, plan: Plan) -> FusedPlan:
+        if self.session.options.lowering == "eager":
+            return FusedPlan(plan, {}, 0)
+        with torch_private.real_tensors():
+            return fuse_plan(plan, self.session.workspaces, kernel_store(), compile_kernels=self.session.workspaces.run)
 
     def _in_saving_order(self, joint: fx.GraphModule, schedule: Schedule) -> Schedule:
         names = {schedule.graph.values[value].name: value for value in schedule.saved}

@@ -23,7 +23,9 @@ from encore.cost.allocator import profiler_is_running
 from encore.cost.cache import machine_cache
 from encore.cost.probe import probe_workspace
 from encore.graph import Graph, Op, OpClass
+from encore.graph.ops import is_pointwise
 from encore.graph.values import Ref
+from encore.schedule import Fused
 
 log = logging.getLogger("encore")
 
@@ -43,9 +45,17 @@ class Workspaces:
         self.run = run
         self._cache = machine_cache()
         self._known: dict[str, int] = {}
+        self._kernels: dict[str, int] = {}
         self._answers: weakref.WeakKeyDictionary[Graph, dict[int, int]] = weakref.WeakKeyDictionary()
 
-    def __call__(self, graph: Graph, op: Op) -> int:
+    def learn(self, kernel: str, workspace: int) -> None:
+        """A kernel has been compiled: this is what it allocates aside."""
+        self._kernels[kernel] = workspace
+
+    def __call__(self, graph: Graph, op: Op | Fused) -> int:
+        if isinstance(op, Fused):
+            known = self._kernels.get(op.kernel.key)
+            return _bound_of_kernel(graph, op) if known is None else known
         if op.kind is OpClass.VIEW:
             return 0
         answers = self._answers.setdefault(graph, {})
@@ -98,6 +108,14 @@ def _pointwise(graph: Graph, op: Op) -> int:
     common = functools.reduce(torch.promote_types, (value.dtype for value in shaped if value.dtype is not None))
     cast = [value for value in shaped if value.dtype != common]
     return boxed + sum(math.prod(value.shape) * common.itemsize for value in cast)
+
+
+def _bound_of_kernel(graph: Graph, action: Fused) -> int:
+    """Pointwise results stay in registers; any other may be written out between two loops of the kernel."""
+    ops = (graph.ops[number] for number in action.ops)
+    stored = (op for op in ops if op.kind is not OpClass.VIEW and not is_pointwise(op.target))
+    inner = {value for op in stored for value in op.writes if value is not None} - set(action.writes)
+    return sum(graph.values[value].bytes for value in inner)
 
 
 def _bound(graph: Graph, op: Op) -> int:

@@ -68,7 +68,6 @@ class _Builder:
         """The node's own value, where it has one: what graph outputs point to."""
         self.shared_values: dict[Any, int] = {}
         self.storage_by_pointer: dict[int, int] = {}
-        self.offsets: dict[int, int] = {}
         self.lazily_negated: set[int] = set()
         """Values that carry PyTorch's conjugate or negative bit."""
         self.copied_tangents: set[int] = set()
@@ -223,7 +222,7 @@ class _Builder:
             and value.shape == _ints(val.shape)
             and value.stride == _ints(val.stride())
             and value.dtype == val.dtype
-            and self.offsets[value.id] == int(val.storage_offset())
+            and value.offset == int(val.storage_offset())
         )
 
     # -- records -----------------------------------------------------------------------------------------------------
@@ -279,12 +278,11 @@ class _Builder:
             dtype=None if tensor is None else tensor.dtype,
             bytes=0 if tensor is None else int(tensor.numel()) * tensor.element_size(),
             producer=producer,
+            offset=0 if tensor is None else _offset(tensor),
         )
         self.values.append(value)
-        if tensor is not None:
-            self.offsets[value.id] = _offset(tensor)
-            if tensor.is_conj() or tensor.is_neg():
-                self.lazily_negated.add(value.id)
+        if tensor is not None and (tensor.is_conj() or tensor.is_neg()):
+            self.lazily_negated.add(value.id)
         if value.storage is not None:
             self.storages[value.storage].values.append(value.id)
         return value

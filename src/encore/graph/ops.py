@@ -129,6 +129,36 @@ def classify(target: Any) -> OpClass:
     return OpClass.OPAQUE
 
 
+NOT_FUSED = frozenset({
+    # sums of several writers into one place: kernels would add with atomics, in no fixed order
+    "embedding_dense_backward", "index_put", "index_add", "scatter", "scatter_add", "scatter_reduce",
+    "index_select_backward", "unfold_backward", "col2im", "as_strided_scatter",
+    # nothing to fuse with: sorts, scans, whole-tensor losses
+    "sort", "topk", "cumsum", "cumprod", "_ctc_loss", "_ctc_loss_backward", "masked_select", "searchsorted",
+    "bucketize", "logcumsumexp", "norm", "prod", "argmax", "argmin", "im2col",
+    # windows: PyTorch's own kernels are as fast
+    "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward", "avg_pool1d",
+    "adaptive_max_pool2d", "adaptive_max_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward",
+    "upsample_nearest2d", "upsample_nearest2d_backward", "upsample_bilinear2d", "upsample_bilinear2d_backward",
+    # memory that is not written
+    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided",
+})  # fmt: skip
+"""Cheap operators that stay separate."""
+
+
+@cache
+def is_fusible(target: Any) -> bool:
+    """May this operator become part of a kernel?"""
+    if classify(target) is not OpClass.CHEAP:
+        return False
+    return target.overloadpacket.__name__ not in NOT_FUSED
+
+
+@cache
+def is_pointwise(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
 def without_unread(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments less what the kernel will not look at: a mention alone would keep a tensor alive."""
     if target is aten.native_batch_norm_backward.default and args[BATCH_NORM_TRAIN]:

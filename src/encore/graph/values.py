@@ -54,6 +54,8 @@ class Value:
     bytes: int
     producer: int | None
     role: Role | None = None
+    offset: int = 0
+    """Elements between the beginning of the storage and the first of its own."""
     readers: list[int] = field(default_factory=list)
     """Operators that read it, in graph order."""
 

@@ -1,5 +1,8 @@
-"""Schedule -> one boxed callable for forward, one for backward. Nothing here chooses or reorders."""
+"""Schedule -> one boxed callable for forward, one for backward; kernels compiled once per structure. Nothing here
+chooses or reorders."""
 
 from encore.lower.codegen import Lowered, lower
+from encore.lower.fuse import FusedPlan, fuse_plan
+from encore.lower.kernels import kernel_store
 
-__all__ = ["Lowered", "lower"]
+__all__ = ["FusedPlan", "Lowered", "fuse_plan", "kernel_store", "lower"]

@@ -19,7 +19,8 @@ from encore.graph import Graph, Op
 from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST
 from encore.graph.values import Ref
 from encore.lower.calls import callable_for
-from encore.schedule import Action, Free, Run, Schedule
+from encore.lower.kernels import CompiledKernel
+from encore.schedule import Action, Free, Fused, Run, Schedule
 
 Boxed = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -34,13 +35,13 @@ class Lowered:
     backward_source: str
 
 
-def lower(schedule: Schedule, name: str = "step") -> Lowered:
-    """Turn both streams into functions."""
+def lower(schedule: Schedule, name: str = "step", kernels: Mapping[str, CompiledKernel] | None = None) -> Lowered:
+    """Turn both streams into functions; `kernels` are those of its fused actions, by key."""
     graph = schedule.graph
-    forward_source, forward = _Writer(graph).write(
+    forward_source, forward = _Writer(graph, kernels or {}).write(
         f"{name}_forward", schedule.forward, graph.primals, (*graph.outputs, *schedule.saved), graph.literals
     )
-    backward_source, backward = _Writer(graph).write(
+    backward_source, backward = _Writer(graph, kernels or {}).write(
         f"{name}_backward", schedule.backward, (*schedule.saved, *graph.tangents), graph.gradients
     )
     return Lowered(forward, backward, forward_source, backward_source)
@@ -49,8 +50,9 @@ def lower(schedule: Schedule, name: str = "step") -> Lowered:
 class _Writer:
     """Writes one function, collecting the objects its text refers to."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, kernels: Mapping[str, CompiledKernel]) -> None:
         self.graph = graph
+        self.kernels = kernels
         self.scope: dict[str, Any] = {"inf": math.inf, "nan": math.nan}
         self.named: dict[int, str] = {}
         self.lines: list[str] = []
@@ -74,7 +76,10 @@ class _Writer:
                 freed.append(self._variable(action.value))
                 continue
             self._flush(freed)
-            self._line(self._statement(action))
+            if isinstance(action, Fused):
+                self._call_kernel(action)
+            else:
+                self._line(self._statement(action))
         self._flush(freed)
         returned = ", ".join(
             repr((literals or {}).get(position)) if value is None else self._read(value)
@@ -115,6 +120,16 @@ class _Writer:
             target = WRITES_FIRST[target]
         call = f"{self._bind(callable_for(target), _label(target))}({', '.join(arguments + keywords)})"
         return f"{self._targets(op)} = {call}"
+
+    def _call_kernel(self, action: Fused) -> None:
+        """A kernel returns what it allocated; what it wrote over an operand is that operand under its new name."""
+        over = dict(action.over)
+        made = [self._variable(value) for value in action.writes if value not in over]
+        kernel = self._bind(self.kernels[action.kernel.key].call, f"kernel_{action.kernel.key[:8]}")
+        call = f"{kernel}([{', '.join(self._read(value) for value in action.reads)}])"
+        self._line(f"{', '.join(made)}, = {call}" if made else call)
+        for value, operand in over.items():
+            self._line(f"{self._variable(value)} = {self._variable(operand)}")
 
     def _targets(self, op: Op) -> str:
         if not op.returns_tuple:

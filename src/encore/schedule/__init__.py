@@ -3,7 +3,8 @@
 Nothing here chooses what to keep, and nothing here runs on real tensors.
 """
 
-from encore.schedule.actions import Action, Free, Run, Schedule
+from encore.schedule.actions import Action, Free, Fused, Run, Schedule
+from encore.schedule.fusion import fuse
 from encore.schedule.order import schedule_step
 from encore.schedule.replay import replay
 from encore.schedule.simulate import Kind, Timeline, alive_at_worst, simulate
@@ -12,12 +13,14 @@ from encore.schedule.stack import Stack, stack
 __all__ = [
     "Action",
     "Free",
+    "Fused",
     "Kind",
     "Run",
     "Schedule",
     "Stack",
     "Timeline",
     "alive_at_worst",
+    "fuse",
     "replay",
     "schedule_step",
     "simulate",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from encore.graph import Graph
+from encore.schedule.kernel import Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +17,25 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Fused:
+    """Run `ops` as one kernel: it is given `reads` and leaves `writes`; what lives only inside gets no memory. Each
+    pair in `over` is a written value and the dying operand whose memory it takes."""
+
+    ops: tuple[int, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    over: tuple[tuple[int, int], ...]
+    kernel: Kernel
+
+
+@dataclass(frozen=True, slots=True)
 class Free:
     """Forget `value`: its memory goes back once no other name looks at it."""
 
     value: int
 
 
-Action = Run | Free
+Action = Run | Fused | Free
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +61,11 @@ class Schedule:
         names = self.graph.values
         if isinstance(action, Free):
             return f"free {names[action.value].name}"
+        if isinstance(action, Fused):
+            inside = " ".join(self.graph.ops[op].name for op in action.ops)
+            left = ", ".join(names[value].name for value in action.writes)
+            over = "".join(f", {names[new].name} over {names[old].name}" for new, old in action.over)
+            return f"fuse [{inside}] -> {left}{over}"
         op = self.graph.ops[action.op]
         operands = ", ".join(names[value].name for value in op.reads)
         over = "" if action.over is None else f" over {names[action.over].name}"

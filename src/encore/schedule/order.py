@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from encore.graph import Graph, Op, OpClass
-from encore.schedule.actions import Action, Free, Run, Schedule
+from encore.schedule.actions import Action, Free, Fused, Run, Schedule
+from encore.schedule.kernel import Group, describe_kernel
 from encore.schedule.reuse import write_over_dying
 
 KEEP_THEIR_PLACE = frozenset({OpClass.RANDOM, OpClass.MUTATING, OpClass.COLLECTIVE, OpClass.OPAQUE})
@@ -71,15 +72,24 @@ def order_backward(graph: Graph) -> tuple[list[Op], tuple[int, ...]]:
     return order, tuple(saved)
 
 
-def free_at_last_use(graph: Graph, ops: Sequence[Op], given: Iterable[int], keep: set[int]) -> tuple[Action, ...]:
-    """The operators as a stream, each name forgotten right after its last use (or its birth, if it has none)."""
+def free_at_last_use(
+    graph: Graph, items: Sequence[Op | Group], given: Iterable[int], keep: set[int]
+) -> tuple[Action, ...]:
+    """Operators and groups as a stream, each name forgotten right after its last use (or its birth, if it has none)."""
     given = tuple(given)
-    last_use = {value: position for position, op in enumerate(ops) for value in op.reads}
-    over = write_over_dying(graph, ops, last_use, frozenset(given), frozenset(keep))
+    last_use = {value: position for position, item in enumerate(items) for value in item.reads}
+    over = write_over_dying(graph, items, last_use, frozenset(given), frozenset(keep))
     actions: list[Action] = [Free(value) for value in given if value not in last_use and value not in keep]
-    for position, op in enumerate(ops):
-        actions.append(Run(op.id, over.get(position)))
-        dying = [value for value in op.reads if last_use[value] == position and value not in keep]
-        unread = [value for value in op.writes if value is not None and value not in last_use and value not in keep]
+    for position, item in enumerate(items):
+        actions.append(_action(graph, item, over.get(position, ())))
+        dying = [value for value in item.reads if last_use[value] == position and value not in keep]
+        unread = [value for value in item.writes if value is not None and value not in last_use and value not in keep]
         actions += [Free(value) for value in (*dying, *unread)]
     return tuple(actions)
+
+
+def _action(graph: Graph, item: Op | Group, over: Sequence[tuple[int, int]]) -> Action:
+    if isinstance(item, Op):
+        return Run(item.id, over[0][1] if over else None)
+    kernel = describe_kernel(graph, item, over)
+    return Fused(tuple(op.id for op in item.ops), item.reads, item.writes, tuple(over), kernel)

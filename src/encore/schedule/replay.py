@@ -15,7 +15,7 @@ import torch
 
 from encore.errors import IllegalGraphError
 from encore.graph import Graph, Op, refs
-from encore.schedule.actions import Action, Free, Run, Schedule
+from encore.schedule.actions import Action, Free, Fused, Run, Schedule
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class _Block:
 
 
 class _Machine:
-    def __init__(self, graph: Graph, limit: int | None, workspace: Callable[[Graph, Op], int]) -> None:
+    def __init__(self, graph: Graph, limit: int | None, workspace: Callable[[Graph, Op | Fused], int]) -> None:
         self.graph = graph
         self.limit = limit
         self.workspace = workspace
@@ -61,6 +61,8 @@ class _Machine:
                 if action.value not in self.names:
                     self._fail(f"free of {self._name(action.value)}, which is not there")
                 self._forget(action.value)
+            elif isinstance(action, Fused):
+                self._run_kernel(action)
             else:
                 self._run(action)
 
@@ -113,15 +115,46 @@ class _Machine:
                 self._define(value, self._block_in(blocks, value, charged=True))
         self.check_limit(self.workspace(self.graph, op), f"while {op.name} runs")
 
+    def _run_kernel(self, action: Fused) -> None:
+        """A kernel reads all it is given before any of that counts as written; inside, every operator must find what
+        it reads among the kernel's operands and the results of the operators before it."""
+        name = f"the kernel of {self.graph.ops[action.ops[-1]].name}"
+        for value in action.reads:
+            if value not in self.names:
+                self._fail(f"{name} reads {self._name(value)}, which is not there (never made, or freed)")
+            self._check_intact(value, f"{name} reads")
+        inside = set(action.reads)
+        for op in (self.graph.ops[number] for number in action.ops):
+            for value in op.reads:
+                if value not in inside:
+                    self._fail(f"{op.name} inside {name} reads {self._name(value)}, which the kernel does not have")
+            inside.update(value for value in op.writes if value is not None)
+        over = dict(action.over)
+        if len(set(over.values())) < len(over) or not set(over) <= set(action.writes):
+            self._fail(f"{name} writes twice over one operand, or over one for nothing")
+        for value in action.writes:
+            if value not in inside or value in action.reads:
+                self._fail(f"{name} does not make {self._name(value)}")
+            if value in over:
+                if over[value] not in action.reads:
+                    self._fail(f"{name} cannot write over {self._name(over[value])}")
+                self._define(value, self._overwritten(name, over[value], value))
+            else:
+                self._define(value, self._block_in({}, value, charged=True))
+        self.check_limit(self.workspace(self.graph, action), f"while {name} runs")
+
     def _written_over(self, op: Op, operand: int, results: list[int]) -> _Block:
         if operand not in op.reads or len(results) != 1 or not _may_write_over(op, operand):
             self._fail(f"{op.name} cannot write over {self._name(operand)}")
+        return self._overwritten(op.name, operand, results[0])
+
+    def _overwritten(self, who: str, operand: int, result: int) -> _Block:
         block, _ = self.names[operand]
-        needed = self.graph.bytes_of(results[0])
+        needed = self.graph.bytes_of(result)
         if not block.ours:
-            self._fail(f"{op.name} writes over {self._name(operand)}, which somebody else holds")
+            self._fail(f"{who} writes over {self._name(operand)}, which somebody else holds")
         if block.bytes != needed:
-            self._fail(f"{op.name} writes {needed} bytes over a block of {block.bytes}")
+            self._fail(f"{who} writes {needed} bytes over a block of {block.bytes}")
         block.writes += 1
         return block
 
@@ -171,7 +204,7 @@ def _may_write_over(op: Op, operand: int) -> bool:
 
 
 def replay(
-    schedule: Schedule, *, limit: int | None = None, workspace: Callable[[Graph, Op], int] = lambda graph, op: 0
+    schedule: Schedule, *, limit: int | None = None, workspace: Callable[[Graph, Op | Fused], int] = lambda graph, op: 0
 ) -> int:
     """Execute the schedule abstractly; raise `IllegalGraphError` at its first fault; return the highest live bytes."""
     graph = schedule.graph

@@ -10,19 +10,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from encore.graph import Graph, Op, Value
-from encore.graph.ops import OUT_VARIANT, WRITES_FIRST
+from encore.graph.ops import OUT_VARIANT, WRITES_FIRST, is_pointwise
 from encore.graph.values import Ref, block_bytes, refs
+from encore.schedule.kernel import Group
 
 
 def write_over_dying(
-    graph: Graph, ops: Sequence[Op], last_use: Mapping[int, int], given: frozenset[int], keep: frozenset[int]
-) -> dict[int, int]:
-    """Position in `ops` -> the operand whose memory the result takes.
+    graph: Graph,
+    items: Sequence[Op | Group],
+    last_use: Mapping[int, int],
+    given: frozenset[int],
+    keep: frozenset[int],
+) -> dict[int, list[tuple[int, int]]]:
+    """Position in `items` -> pairs of a result and the operand whose memory it takes.
 
     Only memory that these very operators allocated is written over: what was given (inputs, saved values, tangents)
     may be read again by someone else, and what is kept will be.
     """
-    over: dict[int, int] = {}
+    over: dict[int, list[tuple[int, int]]] = {}
     foreign = {graph.values[value].storage for value in (*given, *keep, *graph.constants)}
     last_look: dict[int, int] = {}
     for read, position in last_use.items():
@@ -36,26 +41,49 @@ def write_over_dying(
         storage = graph.values[value].storage
         return None if storage is None else taken.get(storage, storage)
 
-    for position, op in enumerate(ops):
-        if len(op.writes) != 1 or op.writes[0] is None:
-            continue
-        result = graph.values[op.writes[0]]
-        if result.storage is None:
-            continue
-        for operand in _candidates(op):
-            value = graph.values[operand]
-            if value.storage is None or value.storage == result.storage:
-                continue
-            dies = last_look.get(value.storage) == position and value.storage not in foreign
-            shared = [other for other in op.reads if other != operand and holds(other) == holds(operand)]
-            if dies and not shared and _same_window(graph, value, result):
-                over[position] = operand
-                taken[result.storage] = taken.get(value.storage, value.storage)
-                break
+    for position, item in enumerate(items):
+        for written, operands in _candidates(graph, item):
+            result = graph.values[written]
+            used = {operand for _, operand in over.get(position, ())}
+            for operand in operands:
+                value = graph.values[operand]
+                if operand in used or None in (value.storage, result.storage) or value.storage == result.storage:
+                    continue
+                assert value.storage is not None
+                assert result.storage is not None
+                dies = last_look.get(value.storage) == position and value.storage not in foreign
+                shared = [other for other in item.reads if other != operand and holds(other) == holds(operand)]
+                if dies and not shared and _same_window(graph, value, result):
+                    over.setdefault(position, []).append((written, operand))
+                    taken[result.storage] = taken.get(value.storage, value.storage)
+                    break
     return over
 
 
-def _candidates(op: Op) -> list[int]:
+def _candidates(graph: Graph, item: Op | Group) -> list[tuple[int, list[int]]]:
+    """Results, each with the operands that may be written over by it."""
+    if isinstance(item, Group):
+        return _candidates_of_group(graph, item)
+    if len(item.writes) != 1 or item.writes[0] is None:
+        return []
+    return [(item.writes[0], _operands_written_over(item))]
+
+
+def _candidates_of_group(graph: Graph, group: Group) -> list[tuple[int, list[int]]]:
+    """A kernel reads an element of an operand and writes the same element of a result in one go where all that lies
+    between is pointwise."""
+    inside = {op.id for op in group.ops}
+    readers: dict[int, list[Op]] = {}
+    for op in group.ops:
+        for value in op.reads:
+            readers.setdefault(value, []).append(op)
+    operands = [value for value in group.reads if all(is_pointwise(reader.target) for reader in readers[value])]
+    results = [value for value in group.writes if (producer := graph.producer(value)) and is_pointwise(producer.target)]
+    assert all(graph.values[value].producer in inside for value in group.writes)
+    return [(result, operands) for result in results]
+
+
+def _operands_written_over(op: Op) -> list[int]:
     """Operands this operator knows how to write over."""
     if op.target in OUT_VARIANT:
         return [argument.value for argument in op.args if isinstance(argument, Ref)]

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from encore.graph import Graph, Op, Role
-from encore.schedule.actions import Action, Free, Schedule
+from encore.schedule.actions import Action, Free, Fused, Schedule
 
-Workspace = Callable[[Graph, Op], int]
+Workspace = Callable[[Graph, Op | Fused], int]
+"""Bytes that an operator or kernel allocates and gives back while it runs."""
 
 
 class Kind(enum.Enum):
@@ -132,13 +133,21 @@ class _Walk:
             if isinstance(action, Free):
                 self._unbind(action.value)
                 self.note(name, action, 0)
+            elif isinstance(action, Fused):
+                for written, operand in action.over:
+                    self._take_over(operand, written)
+                for written in action.writes:
+                    self._bind(written)
+                self.note(name, action, self.workspace(self.graph, action))
             else:
                 op = self.graph.ops[action.op]
                 if action.over is not None:
-                    self._take_over(action.over, op)
-                for written in op.writes:
-                    if written is not None:
-                        self._bind(written)
+                    (result,) = op.writes
+                    assert result is not None
+                    self._take_over(action.over, result)
+                for value in op.writes:
+                    if value is not None:
+                        self._bind(value)
                 self.note(name, action, self.workspace(self.graph, op))
 
     def note(self, phase: str, action: Action | None, workspace: int) -> None:
@@ -206,10 +215,8 @@ class _Walk:
             del self.names[value]
             self._look_away(self.storage_of[value])
 
-    def _take_over(self, operand: int, op: Op) -> None:
+    def _take_over(self, operand: int, result: int) -> None:
         """The result and its later views live in the operand's storage."""
-        (result,) = op.writes
-        assert result is not None
         old, new = self.storage_of[result], self.storage_of[operand]
         assert old is not None
         assert new is not None

@@ -1,4 +1,4 @@
-"""How far a long command is: a bar where a terminal looks on, plain lines elsewhere. Always on stderr."""
+"""How far long work is: a bar where a terminal looks on, plain lines elsewhere. Always on stderr."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ PLAIN_LINES = 10
 
 
 @contextlib.contextmanager
-def progress(label: str, total: int) -> Iterator[Advance]:
-    """Gives a function to call after each of `total` pieces of work, with a note on how it went.
+def progress(label: str, total: int, *, lines: bool = True) -> Iterator[Advance]:
+    """Gives a function to call after each of `total` pieces of work, with a note on how it went. Without a terminal
+    and with `lines=False` it says nothing.
 
     The bar is drawn from these calls alone: a thread that redraws it would disturb the step being timed.
     """
@@ -25,7 +26,7 @@ def progress(label: str, total: int) -> Iterator[Advance]:
             bar.refresh()
             yield lambda note: bar.update(task, advance=1, note=note, refresh=True)
     else:
-        yield _lines(label, total)
+        yield _lines(label, total) if lines else lambda note: None
 
 
 def _bar() -> Progress:

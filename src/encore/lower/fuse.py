@@ -1,0 +1,84 @@
+"""A plan made of operators -> the same plan made of kernels that exist and never hold more than the operators did.
+
+Fusing takes memory away almost everywhere, but a kernel allocates all its results at once and keeps all its operands
+until it ends. A kernel at fault for a higher peak is taken apart again, with every other one of its structure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from encore.lower.kernels import CompiledKernel, KernelStore
+from encore.plan import Plan
+from encore.schedule import Fused, Schedule, Timeline, fuse, simulate
+from encore.schedule.kernel import Kernel
+
+if TYPE_CHECKING:
+    from encore.cost import Workspaces
+
+LARGEST_EXCEPTION = 40
+"""Structures taken apart for the sake of the peak before fusing is given up for the graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPlan:
+    """A plan of kernels, and the kernels by key."""
+
+    plan: Plan
+    kernels: Mapping[str, CompiledKernel]
+    compiled: int
+    """How many of them had to be compiled for it."""
+
+
+def fuse_plan(plan: Plan, workspaces: Workspaces, store: KernelStore, *, compile_kernels: bool) -> FusedPlan:
+    """Fuse what can be fused. Without compiling (an estimate), every kernel is taken to work."""
+    refused: dict[str, str] = {}
+    apart: set[str] = set()
+    fresh = 0
+    for _ in range(LARGEST_EXCEPTION):
+        schedule = fuse(plan.schedule, lambda kernel: kernel.key in refused or kernel.key in apart)
+        kernels = kernels_of(schedule)
+        compiled: Mapping[str, CompiledKernel] = {}
+        if compile_kernels:
+            made = store.compile(kernels.values())
+            compiled = made.compiled
+            fresh += made.fresh
+            refused.update(made.refused)
+            if made.refused:
+                continue
+        for key, kernel in kernels.items():
+            known = store.workspace(kernel)
+            if known is not None:
+                workspaces.learn(key, known)
+        timeline = simulate(schedule, workspaces, outputs_outlive=plan.timeline.outputs_outlive)
+        if timeline.step_peak <= plan.timeline.step_peak:
+            _tell(refused)
+            return FusedPlan(dataclasses.replace(plan, schedule=schedule, timeline=timeline), compiled, fresh)
+        apart.add(_at_fault(timeline))
+    return FusedPlan(plan, {}, fresh)
+
+
+def kernels_of(schedule: Schedule) -> dict[str, Kernel]:
+    """The distinct kernels of a schedule, by key."""
+    actions = (*schedule.forward, *schedule.backward)
+    return {action.kernel.key: action.kernel for action in actions if isinstance(action, Fused)}
+
+
+def _at_fault(timeline: Timeline) -> str:
+    """The kernel that runs at the worst moment, else the last one before it."""
+    for moment in reversed(timeline.moments[: timeline.worst + 1]):
+        if isinstance(moment.action, Fused):
+            return moment.action.kernel.key
+    return ""
+
+
+def _tell(refused: Mapping[str, str]) -> None:
+    if refused:
+        reasons = sorted(set(refused.values()))
+        warnings.warn(
+            f"encore: the operators of {len(refused)} kernels run one by one: {'; '.join(reasons[:3])}", stacklevel=2
+        )

@@ -1,0 +1,219 @@
+"""Every private door of Inductor that kernels go through; torch is pinned to one minor version for their sake.
+
+What is relied upon: `compile_fx_inner` turns a graph of aten operators into the text of a Python module, in which
+`call(args)` allocates the results and calls C++ functions that the text defines through `AsyncCompile.cpp_pybinding`
+(Triton kernels on CUDA through `AsyncCompile.triton`); `CppBuilder` knows the compiler and its flags. Each kernel is
+lowered under a tracing context of its own, or its strides would leak into AOTAutograd's.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions, get_cpp_compiler
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from encore.graph.values import map_refs
+from encore.schedule.kernel import Kernel, Operand, each_result
+
+
+@dataclass(frozen=True, slots=True)
+class CppFunction:
+    """A C++ function of a kernel's module, before it is compiled."""
+
+    name: str
+    argument_types: tuple[str, ...]
+    source: str
+
+
+class LoweringError(Exception):
+    """Inductor or the compiler would not have this kernel."""
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """Checks of every operand at every call are off: the schedule is verified as a whole. The processor's vector unit
+    is taken at its word instead of being tried out with four small programs."""
+    with inductor_config.patch({
+        "size_asserts": False, "alignment_asserts": False, "nan_asserts": False, "scalar_asserts": False,
+        "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1, "cpp_wrapper": False,
+        "cpp.vec_isa_ok": True, "cpp.descriptive_names": False, "triton.unique_kernel_names": False,
+    }):  # fmt: skip
+        yield
+
+
+def missing_compiler() -> str:
+    """Why no C++ kernel can be compiled here; empty where one can."""
+    try:
+        command = get_cpp_compiler()
+        subprocess.run([*shlex.split(command), "--version"], capture_output=True, check=True)
+    except Exception as error:  # Inductor raises its own errors, the shell others: each means no compiler
+        return f"no C++ compiler works here ({error})"
+    return ""
+
+
+def module_source(kernel: Kernel) -> str:
+    """The Python module that Inductor writes for a kernel."""
+    mode = FakeTensorMode()
+    operands = [_fake(mode, operand) for operand in kernel.operands]
+    with tracing(TracingContext(mode)), _settings(), _no_functions_compiled():
+        try:
+            with mode:  # decompositions make constants: fake ones, please
+                traced = make_fx(_as_function(kernel), decomposition_table=select_decomp_table())(*operands)
+            _demand_layouts(traced, kernel, mode)
+            compiled = compile_fx_inner(traced, operands, is_inference=True)
+        except Exception as error:  # whatever it is, the kernel's operators run one by one
+            raise LoweringError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+    return compiled.source_code  # type: ignore[attr-defined,no-any-return]
+
+
+def _fake(mode: FakeTensorMode, operand: Operand) -> torch.Tensor:
+    with mode:
+        if operand.aligned:
+            return torch.empty_strided(operand.shape, operand.stride, dtype=operand.dtype, device=operand.device)
+        span = 2 + sum((size - 1) * stride for size, stride in zip(operand.shape, operand.stride, strict=True))
+        memory = torch.empty(span, dtype=operand.dtype, device=operand.device)
+        return memory.as_strided(operand.shape, operand.stride, 1)
+
+
+def _as_function(kernel: Kernel) -> Callable[..., Any]:
+    def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values = list(operands)
+        for call in kernel.calls:
+            args, kwargs = map_refs((call.args, dict(call.kwargs)), values.__getitem__)
+            values += each_result(call, call.target(*args, **kwargs))
+        outputs = [values[number] for number in kernel.outputs]
+        for position, operand in kernel.over:
+            operands[operand].copy_(outputs[position])
+        taken = {position for position, _ in kernel.over}
+        return tuple(output for position, output in enumerate(outputs) if position not in taken)
+
+    return run
+
+
+def _demand_layouts(traced: fx.GraphModule, kernel: Kernel, mode: FakeTensorMode) -> None:
+    """Have every output laid out as the graph says, whatever its decomposition would have made of it."""
+    (end,) = traced.graph.find_nodes(op="output")
+    taken = {position for position, _ in kernel.over}
+    layouts = [layout for position, layout in enumerate(kernel.layouts) if position not in taken]
+    for node, layout in zip(end.args[0], layouts, strict=True):
+        value = node.meta["val"]
+        if tuple(value.stride()) != layout:
+            with mode:
+                node.meta["val"] = torch.empty_strided(value.shape, layout, dtype=value.dtype, device=value.device)
+    end.meta["user_visible_output_idxs"] = list(range(len(layouts)))
+
+
+@contextmanager
+def _no_functions_compiled() -> Iterator[list[CppFunction]]:
+    """Collect C++ functions instead of compiling each by itself."""
+    collected: list[CppFunction] = []
+
+    def collect(_: Any, argument_types: Sequence[str], source: str) -> CppFunction:
+        function = CppFunction(f"f{len(collected)}", tuple(argument_types), source)
+        collected.append(function)
+        return function
+
+    with mock.patch.object(AsyncCompile, "cpp_pybinding", collect):
+        yield collected
+
+
+def execute(source: str) -> tuple[Callable[[list[Any]], Any], dict[str, Any], list[CppFunction]]:
+    """Run a module's text: its `call`, its globals, and the C++ functions that are still to be put there."""
+    scope: dict[str, Any] = {"__name__": "encore_kernel"}
+    with _settings(), _no_functions_compiled() as functions:
+        exec(compile(source, "<encore kernel>", "exec"), scope)  # the text is Inductor's
+    return scope["call"], scope, functions
+
+
+BINDING = """
+static PyObject* py_{name}(PyObject*, PyObject* const* args, Py_ssize_t given) {{
+    if (given != {count}) return PyErr_Format(PyExc_TypeError, "{name} takes {count} tensors, not %zd", given);
+    try {{
+        {name}::kernel({arguments});
+    }} catch (std::exception const& error) {{
+        return PyErr_Format(PyExc_RuntimeError, "%s", error.what());
+    }}
+    Py_RETURN_NONE;
+}}
+"""
+
+MODULE = """
+static PyMethodDef methods[] = {{
+{methods}
+    {{NULL, NULL, 0, NULL}}
+}};
+static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "{module}", NULL, -1, methods}};
+
+PyMODINIT_FUNC PyInit_{module}(void) {{ return PyModule_Create(&module); }}
+"""
+
+HEADER = """
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <torch/csrc/inductor/cpp_prefix.h>
+"""
+"""What every file of kernels begins with: a second of reading and five of thinking, unless it is compiled once."""
+
+PREFIX = """
+// Set when the module is loaded: PyTorch's own way from a tensor object to its memory, without its headers.
+static void* (*address_of)(PyObject*);
+
+extern "C" void set_address_of(void* function) { address_of = reinterpret_cast<void* (*)(PyObject*)>(function); }
+"""
+
+
+def tensor_address_function() -> int:
+    """Where PyTorch keeps the function that gives a tensor's memory: what `set_address_of` wants."""
+    return int(torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr)  # type: ignore[attr-defined]
+
+
+def extension_source(module: str, functions: Sequence[CppFunction]) -> str:
+    """One C++ file for many functions: its headers take seconds to read, a function fractions of one."""
+    parts = [PREFIX]
+    methods = []
+    for function in functions:
+        if not all(kind.rstrip().endswith("*") for kind in function.argument_types):
+            raise LoweringError(f"a kernel takes {function.argument_types}, not only tensors")
+        body = "\n".join(line for line in function.source.splitlines() if not line.startswith("#include"))
+        body = body.replace('extern "C"', "static", 1)
+        arguments = ", ".join(
+            f"static_cast<{kind}>(address_of(args[{position}]))"
+            for position, kind in enumerate(function.argument_types)
+        )
+        parts.append(f"namespace {function.name} {{\n{body}\n}}")
+        parts.append(BINDING.format(name=function.name, count=len(function.argument_types), arguments=arguments or ""))
+        methods.append(f'    {{"{function.name}", (PyCFunction)py_{function.name}, METH_FASTCALL, NULL}},')
+    return "\n".join([*parts, MODULE.format(module=module, methods="\n".join(methods))])
+
+
+def build_command(source: Path, module: str, header: Path) -> list[str]:
+    """The compiler's command line for such a file; running it makes `module`.so beside it."""
+    with _settings():
+        options = CppTorchOptions(vec_isa=pick_vec_isa(), include_pytorch=False)
+        options.precompiled_header = str(header)
+        builder = CppBuilder(module, str(source), options, str(source.parent))
+        return shlex.split(builder.get_command_line())
+
+
+def header_command(header: Path) -> list[str]:
+    """The command line that compiles the header beside itself, as `.gch`."""
+    with _settings():
+        options = CppTorchOptions(vec_isa=pick_vec_isa(), include_pytorch=False, precompiling=True)
+        return shlex.split(CppBuilder(str(header), str(header), options).get_command_line())

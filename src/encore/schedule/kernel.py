@@ -1,0 +1,149 @@
+"""A fused kernel by what it computes: operators, wiring, shapes, strides, types, constants. Nothing of who asked.
+
+Two time steps or two layers that do the same have equal kernels, so each is compiled once whatever their number.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from encore.graph import Graph, Op
+from encore.graph.values import Ref, map_refs
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Operators of a graph that are to run as one; it reads and writes as an operator does."""
+
+    ops: tuple[Op, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+ALIGNMENT = 16
+"""Bytes that a vector load on CUDA wants an operand's address to be a multiple of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that a kernel is given, or one that it writes over."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    aligned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operator of a kernel. `Ref`s count the operands first, then the results of the calls before."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    results: tuple[bool, ...]
+    """By position: is it a tensor?"""
+    returns_tuple: bool
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is compiled. `over` pairs a position among the outputs with the operand whose memory it takes."""
+
+    operands: tuple[Operand, ...]
+    calls: tuple[Call, ...]
+    outputs: tuple[int, ...]
+    layouts: tuple[tuple[int, ...], ...]
+    """Strides that the outputs must have."""
+    over: tuple[tuple[int, int], ...]
+
+    @functools.cached_property
+    def text(self) -> str:
+        """Everything that tells this kernel from another, as text."""
+        lines = [f"%{number} = {operand}" for number, operand in enumerate(self.operands)]
+        lines += [_aloud(call) for call in self.calls]
+        return "\n".join([*lines, f"return {self.outputs} {self.layouts} over {self.over}"])
+
+    @functools.cached_property
+    def key(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()[:24]
+
+    @property
+    def devices(self) -> set[str]:
+        return {operand.device for operand in self.operands}
+
+
+def _aloud(call: Call) -> str:
+    kwargs = "".join(f", {name}={_text(argument)}" for name, argument in call.kwargs)
+    return f"{call.target}({', '.join(_text(argument) for argument in call.args)}{kwargs})"
+
+
+def _text(argument: Any) -> str:
+    if isinstance(argument, Ref):
+        return f"%{argument.value}"
+    if isinstance(argument, tuple | list):
+        return f"[{', '.join(_text(item) for item in argument)}]"
+    return repr(argument)
+
+
+CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def is_describable(argument: Any) -> bool:
+    """Can a kernel's text say this argument in full?"""
+    if isinstance(argument, tuple | list):
+        return all(is_describable(item) for item in argument)
+    return isinstance(argument, (Ref, *CONSTANTS))
+
+
+def describe_kernel(graph: Graph, group: Group, over: Iterable[tuple[int, int]]) -> Kernel:
+    """The kernel that runs a group; `over` pairs written values with dying operands."""
+    numbers = {value: number for number, value in enumerate(group.reads)}
+    calls = []
+    for op in group.ops:
+        local = functools.partial(_numbered, numbers)
+        calls.append(
+            Call(
+                target=op.target,
+                args=map_refs(op.args, local),
+                kwargs=tuple((name, map_refs(argument, local)) for name, argument in sorted(op.kwargs.items())),
+                results=tuple(value is not None for value in op.writes),
+                returns_tuple=op.returns_tuple,
+            )
+        )
+        for value in op.writes:
+            if value is not None:
+                numbers[value] = len(numbers)
+    return Kernel(
+        operands=tuple(_operand(graph, value) for value in group.reads),
+        calls=tuple(calls),
+        outputs=tuple(numbers[value] for value in group.writes),
+        layouts=tuple(graph.values[value].stride for value in group.writes),
+        over=tuple((group.writes.index(written), numbers[operand]) for written, operand in over),
+    )
+
+
+def _numbered(numbers: dict[int, int], value: int) -> Ref:
+    return Ref(numbers[value])
+
+
+def _operand(graph: Graph, number: int) -> Operand:
+    value = graph.values[number]
+    assert value.dtype is not None
+    assert value.storage is not None
+    device = graph.storages[value.storage].device
+    aligned = device == "cpu" or value.offset * value.dtype.itemsize % ALIGNMENT == 0
+    return Operand(value.shape, value.stride, value.dtype, device, aligned)
+
+
+def each_result(call: Call, results: Any) -> Iterator[Any]:
+    """The tensors among a call's results, in the order in which `Ref`s count them."""
+    given = results if call.returns_tuple else (results,)
+    return (result for result, is_tensor in zip(given, call.results, strict=True) if is_tensor)
