@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx
 
 from encore.capture import torch_private
+from encore.capture.repeats import Repeats, trace_repeats
 from encore.capture.session import CapturedGraph, PlainGraph, Session
 from encore.graph import UnsupportedGraphError, build_graph, verify_graph
 from encore.lower import Lowered, lower
@@ -62,13 +63,15 @@ class _GraphCompilation:
         self.name = f"graph {len(session.graphs) + len(session.plain)}"
         self.captured: CapturedGraph | None = None
         self.lowered: Lowered | None = None
+        self.repeats: Repeats | None = None
         self.seconds: dict[str, float] = {}
         self.started = time.perf_counter()
 
     def compile(self) -> Callable[..., Any]:
         try:
+            self.repeats = trace_repeats(self.module)
             return torch_private.trace_joint(
-                self.module,
+                self.module if self.repeats is None else self.repeats.edges,
                 self.inputs,
                 partition=self.partition,
                 forward=self.forward_callable,
@@ -76,11 +79,14 @@ class _GraphCompilation:
             )
         finally:  # PyTorch keeps the callbacks, and they this object; it must not keep the user's parameters
             self.inputs = ()
+            self.repeats = None
             self.module = fx.GraphModule({}, fx.Graph())
 
     def partition(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan the joint graph; AOTAutograd gets a shell with the right inputs and outputs."""
-        self._lap("capture")
+        if self.repeats is not None:
+            joint = self.repeats.joint(joint)
+        self._lap("capture" if self.repeats is None else "capture of repeats")
         try:
             torch_private.refuse_checkpointed(joint)
             graph = build_graph(

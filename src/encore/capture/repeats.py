@@ -1,0 +1,341 @@
+"""The joint graph of a long graph that repeats itself, put together from the traces of its distinct calls.
+
+AOTAutograd traces every time step of an unrolled loop, though all are alike, at about two milliseconds an operator.
+Here each *distinct* call of a Dynamo graph (the same function and constants on operands of the same layout) is traced
+once, and its trace is pasted wherever the call occurs: forwards in order, vector-Jacobian products in reverse. Between
+them stands what autograd's engine does: it runs the products of later calls first, and adds up the gradients of a tensor
+as they arrive.
+
+The pasted graph is what AOTAutograd would have traced, operator for operator. AOTAutograd itself still makes the
+callables, from a graph with the same inputs and outputs and nothing between them (`Repeats.edges`).
+
+Whatever does more than compute new tensors (writes, context managers, subclasses, outputs that are inputs or share
+memory) is left to AOTAutograd, and so are graphs with little to gain.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from encore.capture import torch_private
+from encore.capture.call_trace import Result, UntraceableCallError, trace_call
+from encore.capture.edges import Output, edges_of
+from encore.capture.templates import NotRepeatableError, Template, frozen, layout_of, template_of, tensors_of
+from encore.graph.values import Ref, map_refs
+
+FEWEST_CALLS = 200
+MOST_DISTINCT = 0.5
+"""A graph pays if it has that many calls, and at most this share of them is distinct."""
+
+
+def trace_repeats(module: fx.GraphModule) -> Repeats | None:
+    """The joint graph of a Dynamo graph by way of its distinct calls; None where AOTAutograd should trace it."""
+    if not _pays(module):
+        return None
+    try:
+        with torch_private.eager_operators(), torch_private.real_tensors():
+            return _Paste(module).repeats()
+    except (NotRepeatableError, UntraceableCallError):
+        return None
+
+
+@dataclass(slots=True)
+class Repeats:
+    """A pasted joint graph, and its edges for AOTAutograd."""
+
+    edges: fx.GraphModule
+    graph: fx.Graph
+    templates: int
+    """Calls that were really traced."""
+
+    def joint(self, edges: fx.GraphModule) -> fx.GraphModule:
+        """The pasted graph in place of the joint graph that AOTAutograd made of the edges."""
+        for mine, its in zip(_sources(self.graph), _sources(edges.graph), strict=True):
+            if mine.name != its.name or layout_of(mine.meta["val"]) != layout_of(its.meta["val"]):
+                raise NotRepeatableError(f"AOTAutograd takes {its.name} otherwise than expected")
+            mine.meta["desc"] = its.meta.get("desc")
+        mine, its = self.graph.output_node(), edges.graph.output_node()
+        mine.meta["desc"] = its.meta.get("desc")
+        for computed, expected in zip(mine.args[0], pytree.arg_tree_leaves(*its.args), strict=True):
+            if (computed is None) != (expected is None):
+                raise NotRepeatableError("AOTAutograd returns other gradients than expected")
+        self.graph.eliminate_dead_code()
+        return torch_private.graph_in_place_of(edges, self.graph)
+
+
+# -- does it pay? ----------------------------------------------------------------------------------------------------
+
+
+def _pays(module: fx.GraphModule) -> bool:
+    calls = [node for node in module.graph.nodes if _is_call(node)]
+    if len(calls) < FEWEST_CALLS:
+        return False
+    try:
+        distinct = {(node.op, node.target, frozen((node.args, node.kwargs))) for node in calls}
+    except (NotRepeatableError, TypeError):
+        return False
+    return len(distinct) <= MOST_DISTINCT * len(calls)
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method") and not _takes_a_result_apart(node)
+
+
+def _takes_a_result_apart(node: fx.Node) -> bool:
+    """Is this the indexing of a tuple, no computation?"""
+    if node.target is not operator.getitem:
+        return False
+    container = node.args[0]
+    return isinstance(container, fx.Node) and isinstance(container.meta.get("example_value"), tuple | list)
+
+
+# -- pasting ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Variable:
+    """What autograd knows as one tensor, and what has arrived of its gradient."""
+
+    node: fx.Node
+    requires_grad: bool
+    is_view: bool = False
+    gradient: fx.Node | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.node.meta["val"]
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of the Dynamo graph that has been pasted."""
+
+    key: Hashable
+    run: Callable[[Sequence[Any]], Any]
+    operands: list[_Variable]
+    results: list[_Variable | None]
+    """In order; None for an operand that is returned as it came."""
+    pasted: list[fx.Node]
+    marks: dict[str, Any]
+    """Line and module, for whoever reads the graph."""
+
+
+@dataclass(slots=True)
+class _Paste:
+    module: fx.GraphModule
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    templates: dict[Hashable, Template] = field(default_factory=dict)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    """What a node of the Dynamo graph stands for: a variable, or a nest of them."""
+    calls: list[_Call] = field(default_factory=list)
+    mode: Any = None
+
+    def repeats(self) -> Repeats:
+        inputs = [self._input(node, number) for number, node in enumerate(_sources(self.module.graph), start=1)]
+        for node in self.module.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                self._forward(node)
+        outputs = self._outputs(inputs)
+        self._tangents(outputs, after=inputs[-1].node)
+        for call in reversed(self.calls):
+            self._backward(call)
+        gradients = [source.gradient for source in inputs]
+        self.graph.output((*(output.node for output in outputs), *gradients))
+        looks = [Output(output.tensor, output.requires_grad, output.is_view) for output in outputs]
+        edges = edges_of(self.module, looks, [gradient is not None for gradient in gradients])
+        return Repeats(edges, self.graph, templates=len(self.templates))
+
+    def _input(self, node: fx.Node, number: int) -> _Variable:
+        example = node.meta.get("example_value")
+        if not torch_private.is_plain_fake(example):
+            raise NotRepeatableError("an input is no plain tensor")
+        self.mode = example.fake_mode
+        source = self.graph.placeholder(f"primals_{number}")
+        source.meta["val"] = example
+        self.values[node] = _Variable(source, example.requires_grad)
+        return self.values[node]
+
+    def _outputs(self, inputs: Sequence[_Variable]) -> list[_Variable]:
+        outputs = [self.values.get(node) for node in pytree.arg_tree_leaves(*self.module.graph.output_node().args)]
+        if not all(isinstance(output, _Variable) for output in outputs):
+            raise NotRepeatableError("an output is no tensor")
+        storages = {variable.tensor.untyped_storage()._cdata for variable in (*inputs, *outputs)}
+        if len(storages) < len({source.tensor.untyped_storage()._cdata for source in inputs}) + len(outputs):
+            raise NotRepeatableError("outputs share memory")
+        if not any(output.requires_grad for output in outputs):
+            raise NotRepeatableError("nothing is to be differentiated")
+        return outputs
+
+    def _tangents(self, outputs: Sequence[_Variable], after: fx.Node) -> None:
+        differentiable = [output for output in outputs if output.requires_grad]
+        with self.graph.inserting_after(after):
+            for number, output in reversed(list(enumerate(differentiable, start=1))):
+                output.gradient = self.graph.placeholder(f"tangents_{number}")
+                output.gradient.meta["val"] = self._apart(torch_private.tangent_like(output.tensor))
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def _forward(self, node: fx.Node) -> None:
+        if node.op not in ("call_function", "call_method"):
+            raise NotRepeatableError(f"it holds a {node.op} node")
+        operands: list[_Variable] = []
+        args, kwargs = self._over_operands((node.args, node.kwargs), operands)
+        if node.target is operator.getitem and not isinstance(self.values[node.args[0]], _Variable):
+            self.values[node] = self.values[node.args[0]][node.args[1]]
+            return
+        layouts = tuple((layout_of(operand.tensor), operand.requires_grad) for operand in operands)
+        key = (node.op, node.target, frozen((args, kwargs)), layouts)
+        run = _caller(node, args, kwargs)
+        template = self._traced(key, run, operands, None)
+        trace = template.trace
+        call = _Call(key, run, operands, [], [], _marks(node))
+        places = dict(zip(trace.operands, (operand.node for operand in operands), strict=True))
+        call.pasted = [self._paste(step, template, places, call.marks) for step in trace.forward]
+        made: dict[fx.Node, _Variable] = {}
+
+        def variable(result: Result) -> _Variable:
+            if result.operand is not None:
+                call.results.append(None)
+                return operands[result.operand]
+            if result.requires_grad and not any(operand.requires_grad for operand in operands):
+                raise NotRepeatableError("it makes tensors that require gradients")
+            made[result.node] = _Variable(places[result.node], result.requires_grad, result.is_view)
+            call.results.append(made[result.node])
+            return made[result.node]
+
+        self.values[node] = pytree.tree_map_only(Result, variable, trace.results)
+        self.calls.append(call)
+
+    def _over_operands(self, argument: Any, operands: list[_Variable]) -> Any:
+        """The argument with a `Ref` to the list of operands for every tensor. A tensor that is mentioned twice is two
+        operands: its two gradients arrive one after the other."""
+        if isinstance(argument, fx.Node):
+            return self._over_operands(self.values[argument], operands)
+        if isinstance(argument, _Variable):
+            operands.append(argument)
+            return Ref(len(operands) - 1)
+        if isinstance(argument, tuple | list):
+            kind = list if isinstance(argument, list) else tuple
+            return kind(self._over_operands(item, operands) for item in argument)
+        if isinstance(argument, dict):
+            return {key: self._over_operands(item, operands) for key, item in argument.items()}
+        if isinstance(argument, slice):
+            parts = (argument.start, argument.stop, argument.step)
+            return slice(*(self._over_operands(part, operands) for part in parts))
+        return argument
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def _backward(self, call: _Call) -> None:
+        gradients = [None if result is None else result.gradient for result in call.results]
+        if not any(gradients):
+            return
+        tangents = [None if gradient is None else gradient.meta["val"] for gradient in gradients]
+        key = (call.key, tuple(None if tangent is None else layout_of(tangent) for tangent in tangents))
+        template = self._traced(key, call.run, call.operands, tangents)
+        trace = template.trace
+        places = dict(zip(trace.operands, (operand.node for operand in call.operands), strict=True))
+        places |= zip(trace.forward, call.pasted, strict=True)
+        places |= zip(trace.tangents, filter(None, gradients), strict=True)
+        arrivals = iter((*trace.arrivals, None))
+        arrival = next(arrivals)
+        marks = call.marks | {"partitioner_tag": "is_backward"}
+        for ran, step in enumerate((*trace.backward, None)):
+            while arrival is not None and arrival.after == ran:
+                self._accumulate(call.operands[arrival.operand], places[arrival.gradient], marks)
+                arrival = next(arrivals)
+            if step is not None:
+                self._paste(step, template, places, marks)
+
+    def _accumulate(self, variable: _Variable, new: fx.Node, marks: dict[str, Any]) -> None:
+        """As autograd's engine does it: what has arrived before, plus what arrives now."""
+        old = variable.gradient
+        if old is None:
+            variable.gradient = new
+            return
+        operands = [_Variable(old, False), _Variable(new, False)]
+        key = ("accumulate", *(layout_of(operand.tensor) for operand in operands))
+        template = self._traced(key, lambda given: given[0] + given[1], operands, None)
+        places = dict(zip(template.trace.operands, (old, new), strict=True))
+        (step,) = template.trace.forward
+        variable.gradient = self._paste(step, template, places, _of_no_module(marks))
+
+    # -- templates ---------------------------------------------------------------------------------------------------
+
+    def _traced(
+        self,
+        key: Hashable,
+        run: Callable[[Sequence[Any]], Any],
+        operands: Sequence[_Variable],
+        tangents: Sequence[torch.Tensor | None] | None,
+    ) -> Template:
+        if key not in self.templates:
+            stand_ins = [self._alike(operand.tensor).requires_grad_(operand.requires_grad) for operand in operands]
+            given = None if tangents is None else [None if held is None else self._alike(held) for held in tangents]
+            self.templates[key] = template_of(trace_call(run, stand_ins, given, self.mode))
+        return self.templates[key]
+
+    def _alike(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the same layout with memory of its own, from whose beginning it counts."""
+        storage = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+        return torch_private.fake_window(self.mode, storage.untyped_storage(), 0, *layout_of(tensor))
+
+    def _apart(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same window on memory of its own."""
+        storage = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
+        return torch_private.fake_window(self.mode, storage, tensor.storage_offset(), *layout_of(tensor))
+
+    def _paste(
+        self, step: fx.Node, template: Template, places: dict[fx.Node, fx.Node], marks: dict[str, Any]
+    ) -> fx.Node:
+        args, kwargs = fx.map_arg((step.args, step.kwargs), places.__getitem__)
+        node = self.graph.create_node("call_function", step.target, args, kwargs, name=step.name)
+        places[step] = node
+        tensors: list[torch.Tensor | None] = []
+        for window in template.windows[step]:
+            if window is None:
+                tensors.append(None)
+                continue
+            if window.home is None:
+                storage, offset = torch.UntypedStorage(window.bytes, device="meta"), window.offset
+            else:
+                home = tensors if window.home is step else tensors_of(places[window.home])
+                base = home[window.position]
+                storage, offset = base.untyped_storage(), base.storage_offset() + window.offset
+            tensors.append(torch_private.fake_window(self.mode, storage, offset, *window.layout))
+        node.meta = marks | {"val": tuple(tensors) if isinstance(step.meta["val"], tuple | list) else tensors[0]}
+        return node
+
+
+def _caller(node: fx.Node, args: Any, kwargs: Any) -> Callable[[Sequence[Any]], Any]:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name.endswith("_") and not name.endswith("__"):
+        raise NotRepeatableError(f"{name} works in place")
+
+    def run(operands: Sequence[Any]) -> Any:
+        filled, named = map_refs((args, kwargs), operands.__getitem__)
+        if node.op == "call_method":
+            owner, *filled = filled
+            return getattr(owner, str(node.target))(*filled, **named)
+        return node.target(*filled, **named)
+
+    return run
+
+
+def _marks(node: fx.Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+
+
+def _of_no_module(marks: dict[str, Any]) -> dict[str, Any]:
+    return {key: mark for key, mark in marks.items() if key != "nn_module_stack"}
+
+
+def _sources(graph: fx.Graph) -> list[fx.Node]:
+    return graph.find_nodes(op="placeholder")

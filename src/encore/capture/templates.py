@@ -1,0 +1,103 @@
+"""What makes two calls alike, and what it takes to paste a traced call where others like it stand."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from encore.capture.call_trace import CallTrace
+
+
+class NotRepeatableError(Exception):
+    """The graph has to go through AOTAutograd as a whole."""
+
+
+class Layout(NamedTuple):
+    """What an operator's behaviour may depend on."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    if tensor.dtype.is_complex or not all(type(size) is int for size in (*shape, *stride)):
+        raise NotRepeatableError("it holds complex numbers or sizes that depend on data")
+    return Layout(shape, stride, tensor.dtype, tensor.device)
+
+
+def frozen(argument: Any) -> Hashable:
+    """Equal for arguments that a call cannot tell apart. `1`, `1.0` and `True` are equal in Python only."""
+    if isinstance(argument, fx.Node):
+        return frozen(argument.meta.get("example_value"))
+    if isinstance(argument, torch.Tensor):
+        return (layout_of(argument), argument.requires_grad)
+    if isinstance(argument, tuple | list):
+        return (type(argument), *(frozen(item) for item in argument))
+    if isinstance(argument, dict):
+        return tuple((key, frozen(item)) for key, item in argument.items())
+    if isinstance(argument, slice):
+        return (slice, frozen(argument.start), frozen(argument.stop), frozen(argument.step))
+    if isinstance(argument, float):
+        return (float, repr(argument))
+    hash(argument)
+    return (type(argument), argument)
+
+
+class Window(NamedTuple):
+    """Where a traced tensor looks: at memory of its own, or at that of a tensor traced before it."""
+
+    home: fx.Node | None
+    position: int
+    """Which of several results of `home`."""
+    offset: int
+    """From the first element of that tensor."""
+    layout: Layout
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    trace: CallTrace
+    windows: dict[fx.Node, tuple[Window | None, ...]]
+
+
+def template_of(trace: CallTrace) -> Template:
+    windows: dict[fx.Node, tuple[Window | None, ...]] = {}
+    homes: dict[int, tuple[fx.Node, int, int]] = {}
+    for node in (*trace.operands, *trace.tangents, *trace.forward, *trace.backward):
+        if "as_strided" in str(node.target):
+            raise NotRepeatableError("it counts from the beginning of a storage")
+        windows[node] = tuple(
+            None if tensor is None else _window_of(node, position, tensor, homes)
+            for position, tensor in enumerate(tensors_of(node))
+        )
+    return Template(trace, windows)
+
+
+def _window_of(node: fx.Node, position: int, tensor: Any, homes: dict[int, tuple[fx.Node, int, int]]) -> Window:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_neg():
+        raise NotRepeatableError(f"{node.target} gives something else than a plain tensor")
+    storage = tensor.untyped_storage()
+    offset = int(tensor.storage_offset())
+    home = homes.setdefault(storage._cdata, (node, position, offset))
+    is_first = home[:2] == (node, position)
+    return Window(
+        home=None if is_first else home[0],
+        position=home[1],
+        offset=offset if is_first else offset - home[2],
+        layout=layout_of(tensor),
+        bytes=storage.nbytes(),
+    )
+
+
+def tensors_of(node: fx.Node) -> tuple[Any, ...]:
+    """What a node returns, as a tuple."""
+    val = node.meta.get("val")
+    return tuple(val) if isinstance(val, tuple | list) else (val,)
