@@ -6,6 +6,7 @@ graph on the logger `encore`; `ENCORE_LOG=1` shows it on stderr.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -17,6 +18,7 @@ from typing import Any
 from torch import fx
 
 from encore.capture import torch_private
+from encore.capture.call_trace import NotRepeatableError
 from encore.capture.repeats import Repeats, trace_repeats
 from encore.capture.session import CapturedGraph, PlainGraph, Session
 from encore.graph import UnsupportedGraphError, build_graph, verify_graph
@@ -70,17 +72,24 @@ class _GraphCompilation:
     def compile(self) -> Callable[..., Any]:
         try:
             self.repeats = trace_repeats(self.module)
-            return torch_private.trace_joint(
-                self.module if self.repeats is None else self.repeats.edges,
-                self.inputs,
-                partition=self.partition,
-                forward=self.forward_callable,
-                backward=self.backward_callable,
-            )
+            if self.repeats is not None:
+                with contextlib.suppress(NotRepeatableError):
+                    return self._through_aot_autograd(self.repeats.edges)
+                self.repeats = None
+            return self._through_aot_autograd(self.module)
         finally:  # PyTorch keeps the callbacks, and they this object; it must not keep the user's parameters
             self.inputs = ()
             self.repeats = None
             self.module = fx.GraphModule({}, fx.Graph())
+
+    def _through_aot_autograd(self, module: fx.GraphModule) -> Callable[..., Any]:
+        return torch_private.trace_joint(
+            module,
+            self.inputs,
+            partition=self.partition,
+            forward=self.forward_callable,
+            backward=self.backward_callable,
+        )
 
     def partition(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan the joint graph; AOTAutograd gets a shell with the right inputs and outputs."""

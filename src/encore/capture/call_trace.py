@@ -7,9 +7,10 @@ of different calls up one by one, and floating-point sums depend on their order.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -21,8 +22,24 @@ Call = Callable[[Sequence[torch.Tensor]], Any]
 """Takes its tensor operands and returns tensors, in any nest of lists and tuples."""
 
 
-class UntraceableCallError(Exception):
-    """The call does more than compute new tensors from its operands."""
+class NotRepeatableError(Exception):
+    """Something that does more than compute new tensors from its operands: it must be traced where it stands."""
+
+
+class Layout(NamedTuple):
+    """What an operator's choice of code may depend on."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    if tensor.dtype.is_complex or not all(type(size) is int for size in (*shape, *stride)):
+        raise NotRepeatableError("it holds complex numbers or sizes that depend on data")
+    return Layout(shape, stride, tensor.dtype, tensor.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +51,8 @@ class Result:
     is_view: bool
     operand: int | None
     """The operand it is, where a call returns one as it came (`contiguous`, `dropout` with p=0)."""
+    tangent: fx.Node | None
+    """Its gradient, where the product was traced with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,44 +67,54 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class CallTrace:
-    """The operators of a call and of its product, over placeholders for operands and tangents."""
+    """The operators of a call and of its product."""
 
     operands: tuple[fx.Node, ...]
-    tangents: tuple[fx.Node, ...]
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
-    results: Any
-    """What the call returns, with a `Result` for every tensor."""
+    results: tuple[Result, ...]
+    nest: Any
+    """What the call returns, with the number of a result for every tensor."""
     arrivals: tuple[Arrival, ...]
 
 
 def trace_call(
-    call: Call, operands: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None] | None, mode: Any
+    call: Call, operands: Sequence[torch.Tensor], mode: Any, tangents: Sequence[Layout | None] | None = None
 ) -> CallTrace:
-    """Trace a call on fake operands; with `tangents`, one for each tensor it returns, its product too."""
-    watch = _Watch(call, len(operands), tangents)
-    given = [tangent for tangent in tangents or () if tangent is not None]
-    graph = torch_private.trace_functional(watch.run, [*operands, *given], mode)
-    placeholders = graph.find_nodes(op="placeholder")
+    """Trace a call on operands of a fake mode, and its product for gradients of these layouts, one for each tensor it
+    returns (None: no gradient comes); without `tangents`, for gradients laid out like the results."""
+    watch = _Watch(call, tangents)
+    graph = torch_private.trace_functional(watch.run, operands, mode)
+    placeholders, end = graph.find_nodes(op="placeholder"), graph.output_node()
     ran = [node for node in graph.nodes if node.op == "call_function"]
     if len(ran) + len(placeholders) + 1 != len(graph.nodes):
-        raise UntraceableCallError("it holds tensors of its own")
-    (end,) = graph.output_node().args
-    results, arrived = end[: len(watch.results)], end[len(watch.results) :]
-    before = sum(node <= watch.last_of_forward for node in ran)
+        raise NotRepeatableError("it holds tensors of its own")
+    ran = [node for node in ran if not _only_detaches(node, end)]
+    backward = [node for node in ran if node > watch.last_tangent]
+    leaving = iter(pytree.arg_tree_leaves(*end.args))
+    results = [next(leaving) for _ in watch.results]
+    given = [next(leaving) if comes else None for comes in watch.gradient_comes]
     return CallTrace(
-        operands=tuple(placeholders[: len(operands)]),
-        tangents=tuple(placeholders[len(operands) :]),
-        forward=tuple(ran[:before]),
-        backward=tuple(ran[before:]),
-        results=pytree.tree_unflatten(
-            [Result(node, *facts) for node, facts in zip(results, watch.results, strict=True)], watch.structure
+        operands=tuple(placeholders),
+        forward=tuple(node for node in ran if node <= watch.last_of_forward),
+        backward=tuple(backward),
+        results=tuple(
+            Result(node, *facts, tangent) for node, facts, tangent in zip(results, watch.results, given, strict=True)
         ),
+        nest=watch.nest,
         arrivals=tuple(
-            Arrival(sum(node <= last for node in ran[before:]), operand, gradient)
-            for (last, operand), gradient in zip(watch.arrivals, arrived, strict=True)
+            Arrival(sum(node <= last for node in backward), operand, gradient)
+            for (last, operand), gradient in zip(watch.arrivals, leaving, strict=True)
         ),
     )
+
+
+def _only_detaches(node: fx.Node, end: fx.Node) -> bool:
+    """Is this a detached name for a tensor that is saved? Then its readers read the tensor itself from now on."""
+    if node.target is not torch.ops.aten.detach.default or end in node.users:
+        return False
+    node.replace_all_uses_with(node.args[0])
+    return True
 
 
 @dataclass(slots=True)
@@ -93,47 +122,52 @@ class _Watch:
     """Runs the call and its product, noting what the traced graph alone does not tell."""
 
     call: Call
-    operands: int
-    tangents: Sequence[torch.Tensor | None] | None
+    layouts: Sequence[Layout | None] | None
+    nest: Any = None
     results: list[tuple[bool, bool, int | None]] = field(default_factory=list)
-    structure: Any = None
+    gradient_comes: list[bool] = field(default_factory=list)
     last_of_forward: Any = None
+    last_tangent: Any = None
     arrivals: list[tuple[fx.Node, int]] = field(default_factory=list)
     contributions: list[torch.Tensor] = field(default_factory=list)
 
-    def run(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
-        operands = given[: self.operands]
-        results, self.structure = pytree.tree_flatten(self.call(operands))
+    def run(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+        returned, structure = pytree.tree_flatten(self.call(operands))
+        results = [leaf for leaf in returned if leaf is not None]
         if not results or not all(isinstance(result, torch.Tensor) for result in results):
-            raise UntraceableCallError("it returns something else than tensors")
+            raise NotRepeatableError("it returns something else than tensors")
         if any(torch_private.was_written(operand) for operand in operands):
-            raise UntraceableCallError("it writes to an operand")
+            raise NotRepeatableError("it writes to an operand")
+        numbers = itertools.count()
+        self.nest = pytree.tree_unflatten([None if leaf is None else next(numbers) for leaf in returned], structure)
         positions = {id(operand): position for position, operand in enumerate(operands)}
         self.results = [
             (result.requires_grad, result._base is not None, positions.get(id(result))) for result in results
         ]
         self.last_of_forward = torch_private.last_traced_node()
-        if self.tangents is not None:
-            self._differentiate(operands, results, given[self.operands :])
-        return [*results, *self.contributions]
+        layouts = self.layouts or [_like(result) for result in results]
+        self.gradient_comes = [layout is not None for layout in layouts]
+        tangents = [_empty(layout) for layout in layouts if layout is not None]
+        self.last_tangent = torch_private.last_traced_node()
+        self._differentiate(list(itertools.compress(results, self.gradient_comes)), operands, tangents)
+        return [*results, *tangents, *self.contributions]
 
     def _differentiate(
-        self, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+        self, ends: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
     ) -> None:
-        assert self.tangents is not None
         wanted = {
             torch.autograd.graph.get_gradient_edge(operand).node: position
             for position, operand in enumerate(operands)
             if operand.requires_grad
         }
-        pairs = zip(results, self.tangents, strict=True)
-        ends = [result for result, tangent in pairs if tangent is not None]
+        if not (ends and wanted):
+            return
         for node in _reachable(ends):
             targets = [wanted.get(source) for source, _ in node.next_functions]
             if any(target is not None for target in targets):
                 node.register_hook(self._noting(targets))
-        differentiable = [operand for operand in operands if operand.requires_grad]
-        torch.autograd.grad(ends, differentiable, given, allow_unused=True)
+        sources = [operand for operand in operands if operand.requires_grad]
+        torch.autograd.grad(ends, sources, tangents, allow_unused=True)
 
     def _noting(self, targets: Sequence[int | None]) -> Callable[[Any, Any], None]:
         def note(gradients: Sequence[torch.Tensor | None], _: Any) -> None:
@@ -155,3 +189,12 @@ def _reachable(results: Sequence[torch.Tensor]) -> list[Any]:
                 found[source] = None
                 pending.append(source)
     return list(found)
+
+
+def _like(result: torch.Tensor) -> Layout | None:
+    """The gradient to expect for a result; an operand that is returned as it came is a leaf here and needs none."""
+    return layout_of(result) if result.grad_fn is not None else None
+
+
+def _empty(layout: Layout) -> torch.Tensor:
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)

@@ -15,6 +15,7 @@ memory) is left to AOTAutograd, and so are graphs with little to gain.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -25,10 +26,12 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
-from encore.capture.call_trace import Result, UntraceableCallError, trace_call
+from encore.capture.call_trace import Layout, NotRepeatableError, Result, layout_of, trace_call
 from encore.capture.edges import Output, edges_of
-from encore.capture.templates import NotRepeatableError, Template, frozen, layout_of, template_of, tensors_of
+from encore.capture.templates import Template, frozen, template_of, tensors_of
 from encore.graph.values import Ref, map_refs
+
+log = logging.getLogger("encore")
 
 FEWEST_CALLS = 200
 MOST_DISTINCT = 0.5
@@ -37,12 +40,13 @@ MOST_DISTINCT = 0.5
 
 def trace_repeats(module: fx.GraphModule) -> Repeats | None:
     """The joint graph of a Dynamo graph by way of its distinct calls; None where AOTAutograd should trace it."""
-    if not _pays(module):
+    if torch_private.casts_automatically() or not _pays(module):
         return None
     try:
         with torch_private.eager_operators(), torch_private.real_tensors():
             return _Paste(module).repeats()
-    except (NotRepeatableError, UntraceableCallError):
+    except Exception as reason:  # whatever cannot be traced out of its place, AOTAutograd may still trace in it
+        log.info("%d calls are traced one by one: %s", len(module.graph.nodes), reason)
         return None
 
 
@@ -79,7 +83,7 @@ def _pays(module: fx.GraphModule) -> bool:
         return False
     try:
         distinct = {(node.op, node.target, frozen((node.args, node.kwargs))) for node in calls}
-    except (NotRepeatableError, TypeError):
+    except NotRepeatableError:
         return False
     return len(distinct) <= MOST_DISTINCT * len(calls)
 
@@ -119,9 +123,9 @@ class _Call:
 
     key: Hashable
     run: Callable[[Sequence[Any]], Any]
+    template: Template
     operands: list[_Variable]
-    results: list[_Variable | None]
-    """In order; None for an operand that is returned as it came."""
+    results: list[_Variable]
     pasted: list[fx.Node]
     marks: dict[str, Any]
     """Line and module, for whoever reads the graph."""
@@ -193,25 +197,20 @@ class _Paste:
         layouts = tuple((layout_of(operand.tensor), operand.requires_grad) for operand in operands)
         key = (node.op, node.target, frozen((args, kwargs)), layouts)
         run = _caller(node, args, kwargs)
-        template = self._traced(key, run, operands, None)
-        trace = template.trace
-        call = _Call(key, run, operands, [], [], _marks(node))
-        places = dict(zip(trace.operands, (operand.node for operand in operands), strict=True))
-        call.pasted = [self._paste(step, template, places, call.marks) for step in trace.forward]
-        made: dict[fx.Node, _Variable] = {}
+        template = self._traced(key, run, operands)
+        places = dict(zip(template.trace.operands, (operand.node for operand in operands), strict=True))
+        marks = _marks(node)
+        pasted = [self._paste(step, template, places, marks) for step in template.trace.forward]
+        results = [self._result(result, operands, places) for result in template.trace.results]
+        self.values[node] = _nested(template.trace.nest, results)
+        self.calls.append(_Call(key, run, template, operands, results, pasted, marks))
 
-        def variable(result: Result) -> _Variable:
-            if result.operand is not None:
-                call.results.append(None)
-                return operands[result.operand]
-            if result.requires_grad and not any(operand.requires_grad for operand in operands):
-                raise NotRepeatableError("it makes tensors that require gradients")
-            made[result.node] = _Variable(places[result.node], result.requires_grad, result.is_view)
-            call.results.append(made[result.node])
-            return made[result.node]
-
-        self.values[node] = pytree.tree_map_only(Result, variable, trace.results)
-        self.calls.append(call)
+    def _result(self, result: Result, operands: Sequence[_Variable], places: dict[fx.Node, fx.Node]) -> _Variable:
+        if result.operand is not None:
+            return operands[result.operand]
+        if result.requires_grad and not any(operand.requires_grad for operand in operands):
+            raise NotRepeatableError("it makes tensors that require gradients")
+        return _Variable(places[result.node], result.requires_grad, result.is_view)
 
     def _over_operands(self, argument: Any, operands: list[_Variable]) -> Any:
         """The argument with a `Ref` to the list of operands for every tensor. A tensor that is mentioned twice is two
@@ -234,16 +233,23 @@ class _Paste:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def _backward(self, call: _Call) -> None:
-        gradients = [None if result is None else result.gradient for result in call.results]
-        if not any(gradients):
+        arrived = [
+            None if result.operand is not None else variable.gradient
+            for result, variable in zip(call.template.trace.results, call.results, strict=True)
+        ]
+        if not any(arrived):
             return
-        tangents = [None if gradient is None else gradient.meta["val"] for gradient in gradients]
-        key = (call.key, tuple(None if tangent is None else layout_of(tangent) for tangent in tangents))
-        template = self._traced(key, call.run, call.operands, tangents)
+        layouts = [None if gradient is None else layout_of(gradient.meta["val"]) for gradient in arrived]
+        template = call.template
+        if layouts != [_tangent_layout(result) for result in template.trace.results]:
+            template = self._traced((call.key, *layouts), call.run, call.operands, layouts)
         trace = template.trace
         places = dict(zip(trace.operands, (operand.node for operand in call.operands), strict=True))
         places |= zip(trace.forward, call.pasted, strict=True)
-        places |= zip(trace.tangents, filter(None, gradients), strict=True)
+        tangents = (result.tangent for result in trace.results)
+        places |= {
+            mine: its for mine, its in zip(tangents, arrived, strict=True) if mine is not None and its is not None
+        }
         arrivals = iter((*trace.arrivals, None))
         arrival = next(arrivals)
         marks = call.marks | {"partitioner_tag": "is_backward"}
@@ -262,7 +268,7 @@ class _Paste:
             return
         operands = [_Variable(old, False), _Variable(new, False)]
         key = ("accumulate", *(layout_of(operand.tensor) for operand in operands))
-        template = self._traced(key, lambda given: given[0] + given[1], operands, None)
+        template = self._traced(key, lambda given: given[0] + given[1], operands)
         places = dict(zip(template.trace.operands, (old, new), strict=True))
         (step,) = template.trace.forward
         variable.gradient = self._paste(step, template, places, _of_no_module(marks))
@@ -274,18 +280,19 @@ class _Paste:
         key: Hashable,
         run: Callable[[Sequence[Any]], Any],
         operands: Sequence[_Variable],
-        tangents: Sequence[torch.Tensor | None] | None,
+        tangents: Sequence[Layout | None] | None = None,
     ) -> Template:
         if key not in self.templates:
-            stand_ins = [self._alike(operand.tensor).requires_grad_(operand.requires_grad) for operand in operands]
-            given = None if tangents is None else [None if held is None else self._alike(held) for held in tangents]
-            self.templates[key] = template_of(trace_call(run, stand_ins, given, self.mode))
+            stand_ins = [self._alike(operand) for operand in operands]
+            self.templates[key] = template_of(trace_call(run, stand_ins, self.mode, tangents))
         return self.templates[key]
 
-    def _alike(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor of the same layout with memory of its own, from whose beginning it counts."""
-        storage = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
-        return torch_private.fake_window(self.mode, storage.untyped_storage(), 0, *layout_of(tensor))
+    def _alike(self, variable: _Variable) -> torch.Tensor:
+        """A fake tensor of the same layout that counts from the beginning of memory of its own."""
+        layout = layout_of(variable.tensor)
+        memory = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+        fake = torch_private.fake_window(self.mode, memory.untyped_storage(), 0, *layout)
+        return fake.requires_grad_(variable.requires_grad)
 
     def _apart(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same window on memory of its own."""
@@ -310,7 +317,7 @@ class _Paste:
                 base = home[window.position]
                 storage, offset = base.untyped_storage(), base.storage_offset() + window.offset
             tensors.append(torch_private.fake_window(self.mode, storage, offset, *window.layout))
-        node.meta = marks | {"val": tuple(tensors) if isinstance(step.meta["val"], tuple | list) else tensors[0]}
+        node.meta = marks | {"val": tuple(tensors) if isinstance(step.meta.get("val"), tuple | list) else tensors[0]}
         return node
 
 
@@ -327,6 +334,20 @@ def _caller(node: fx.Node, args: Any, kwargs: Any) -> Callable[[Sequence[Any]], 
         return node.target(*filled, **named)
 
     return run
+
+
+def _nested(nest: Any, results: Sequence[_Variable]) -> Any:
+    """What a call returns, with variables for the numbers of its results."""
+    if isinstance(nest, tuple | list):
+        kind = list if isinstance(nest, list) else tuple
+        return kind(_nested(item, results) for item in nest)
+    if nest is not None and not isinstance(nest, int):
+        raise NotRepeatableError(f"it returns a {type(nest).__name__}")
+    return None if nest is None else results[nest]
+
+
+def _tangent_layout(result: Result) -> Layout | None:
+    return None if result.tangent is None else layout_of(result.tangent.meta["val"])
 
 
 def _marks(node: fx.Node) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,27 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from encore.capture.call_trace import CallTrace
-
-
-class NotRepeatableError(Exception):
-    """The graph has to go through AOTAutograd as a whole."""
-
-
-class Layout(NamedTuple):
-    """What an operator's behaviour may depend on."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-def layout_of(tensor: torch.Tensor) -> Layout:
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    if tensor.dtype.is_complex or not all(type(size) is int for size in (*shape, *stride)):
-        raise NotRepeatableError("it holds complex numbers or sizes that depend on data")
-    return Layout(shape, stride, tensor.dtype, tensor.device)
+from encore.capture.call_trace import CallTrace, Layout, NotRepeatableError, layout_of
+from encore.graph import OpClass, classify
 
 
 def frozen(argument: Any) -> Hashable:
@@ -46,7 +28,8 @@ def frozen(argument: Any) -> Hashable:
         return (slice, frozen(argument.start), frozen(argument.stop), frozen(argument.step))
     if isinstance(argument, float):
         return (float, repr(argument))
-    hash(argument)
+    if not isinstance(argument, Hashable) or isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise NotRepeatableError(f"it takes a {type(argument).__name__}")
     return (type(argument), argument)
 
 
@@ -62,23 +45,38 @@ class Window(NamedTuple):
     bytes: int
 
 
+NEVER_PASTED = frozenset({OpClass.MUTATING, OpClass.COLLECTIVE})
+
+
 @dataclass(frozen=True, slots=True)
 class Template:
+    """A traced call, ready to be pasted."""
+
     trace: CallTrace
     windows: dict[fx.Node, tuple[Window | None, ...]]
+    """For every node, by position of its results."""
 
 
 def template_of(trace: CallTrace) -> Template:
     windows: dict[fx.Node, tuple[Window | None, ...]] = {}
     homes: dict[int, tuple[fx.Node, int, int]] = {}
-    for node in (*trace.operands, *trace.tangents, *trace.forward, *trace.backward):
-        if "as_strided" in str(node.target):
-            raise NotRepeatableError("it counts from the beginning of a storage")
+    tangents = [result.tangent for result in trace.results if result.tangent is not None]
+    for node in (*trace.operands, *tangents, *trace.forward, *trace.backward):
+        _refuse_what_depends_on_its_place(node)
         windows[node] = tuple(
             None if tensor is None else _window_of(node, position, tensor, homes)
             for position, tensor in enumerate(tensors_of(node))
         )
     return Template(trace, windows)
+
+
+def _refuse_what_depends_on_its_place(node: fx.Node) -> None:
+    if node.op != "call_function" or node.target is operator.getitem:
+        return
+    if not isinstance(node.target, torch._ops.OpOverload) or classify(node.target) in NEVER_PASTED:
+        raise NotRepeatableError(f"{node.target} does more than compute")
+    if "as_strided" in node.target.overloadpacket.__name__:
+        raise NotRepeatableError(f"{node.target} counts from the beginning of a storage")
 
 
 def _window_of(node: fx.Node, position: int, tensor: Any, homes: dict[int, tuple[fx.Node, int, int]]) -> Window:

@@ -200,6 +200,11 @@ def fake_window(
     return FakeTensor(mode, torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, shape, stride), device)
 
 
+def casts_automatically() -> bool:
+    """Is any kind of autocast on?"""
+    return torch._C._is_any_autocast_enabled()
+
+
 def is_plain_fake(thing: Any) -> bool:
     """A fake tensor that stands for a dense one of no special class."""
     return type(thing) is FakeTensor and thing.layout is torch.strided
