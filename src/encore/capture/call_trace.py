@@ -59,8 +59,6 @@ class Result:
 class Arrival:
     """A contribution to the gradient of an operand."""
 
-    after: int
-    """How many operators of the product have run by then."""
     operand: int
     gradient: fx.Node
 
@@ -71,11 +69,11 @@ class CallTrace:
 
     operands: tuple[fx.Node, ...]
     forward: tuple[fx.Node, ...]
-    backward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node | Arrival, ...]
+    """As it happens."""
     results: tuple[Result, ...]
     nest: Any
     """What the call returns, with the number of a result for every tensor."""
-    arrivals: tuple[Arrival, ...]
 
 
 def trace_call(
@@ -89,23 +87,23 @@ def trace_call(
     ran = [node for node in graph.nodes if node.op == "call_function"]
     if len(ran) + len(placeholders) + 1 != len(graph.nodes):
         raise NotRepeatableError("it holds tensors of its own")
+    place = {node: position for position, node in enumerate(graph.nodes)}
     ran = [node for node in ran if not _only_detaches(node, end)]
-    backward = [node for node in ran if node > watch.last_tangent]
     leaving = iter(pytree.arg_tree_leaves(*end.args))
     results = [next(leaving) for _ in watch.results]
     given = [next(leaving) if comes else None for comes in watch.gradient_comes]
+    happens: list[tuple[int, fx.Node | Arrival]]
+    happens = [(place[node], node) for node in ran if place[node] > place[watch.last_tangent]]
+    happens += [(place[last], Arrival(operand, next(leaving))) for last, operand in watch.arrivals]
+    happens.sort(key=lambda event: event[0])  # an arrival stays behind the operator that ran last before it
     return CallTrace(
         operands=tuple(placeholders),
-        forward=tuple(node for node in ran if node <= watch.last_of_forward),
-        backward=tuple(backward),
+        forward=tuple(node for node in ran if place[node] <= place[watch.last_of_forward]),
+        backward=tuple(event for _, event in happens),
         results=tuple(
             Result(node, *facts, tangent) for node, facts, tangent in zip(results, watch.results, given, strict=True)
         ),
         nest=watch.nest,
-        arrivals=tuple(
-            Arrival(sum(node <= last for node in backward), operand, gradient)
-            for (last, operand), gradient in zip(watch.arrivals, leaving, strict=True)
-        ),
     )
 
 
@@ -113,7 +111,8 @@ def _only_detaches(node: fx.Node, end: fx.Node) -> bool:
     """Is this a detached name for a tensor that is saved? Then its readers read the tensor itself from now on."""
     if node.target is not torch.ops.aten.detach.default or end in node.users:
         return False
-    node.replace_all_uses_with(node.args[0])
+    (saved,) = node.all_input_nodes
+    node.replace_all_uses_with(saved)
     return True
 
 
@@ -133,13 +132,13 @@ class _Watch:
 
     def run(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         returned, structure = pytree.tree_flatten(self.call(operands))
-        results = [leaf for leaf in returned if leaf is not None]
+        results = list({id(leaf): leaf for leaf in returned if leaf is not None}.values())
         if not results or not all(isinstance(result, torch.Tensor) for result in results):
             raise NotRepeatableError("it returns something else than tensors")
         if any(torch_private.was_written(operand) for operand in operands):
             raise NotRepeatableError("it writes to an operand")
-        numbers = itertools.count()
-        self.nest = pytree.tree_unflatten([None if leaf is None else next(numbers) for leaf in returned], structure)
+        numbers = {id(result): number for number, result in enumerate(results)}
+        self.nest = pytree.tree_unflatten([numbers.get(id(leaf)) for leaf in returned], structure)
         positions = {id(operand): position for position, operand in enumerate(operands)}
         self.results = [
             (result.requires_grad, result._base is not None, positions.get(id(result))) for result in results

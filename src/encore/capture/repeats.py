@@ -3,8 +3,8 @@
 AOTAutograd traces every time step of an unrolled loop, though all are alike, at about two milliseconds an operator.
 Here each *distinct* call of a Dynamo graph (the same function and constants on operands of the same layout) is traced
 once, and its trace is pasted wherever the call occurs: forwards in order, vector-Jacobian products in reverse. Between
-them stands what autograd's engine does: it runs the products of later calls first, and adds up the gradients of a tensor
-as they arrive.
+them stands what autograd's engine does: it runs the products of later calls first, and adds up the gradients of a
+tensor as they arrive.
 
 The pasted graph is what AOTAutograd would have traced, operator for operator. AOTAutograd itself still makes the
 callables, from a graph with the same inputs and outputs and nothing between them (`Repeats.edges`).
@@ -26,9 +26,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
-from encore.capture.call_trace import Layout, NotRepeatableError, Result, layout_of, trace_call
+from encore.capture.call_trace import Arrival, Layout, NotRepeatableError, Result, layout_of, trace_call
 from encore.capture.edges import Output, edges_of
-from encore.capture.templates import Template, frozen, template_of, tensors_of
+from encore.capture.templates import Template, Window, frozen, template_of, tensors_of
 from encore.graph.values import Ref, map_refs
 
 log = logging.getLogger("encore")
@@ -36,6 +36,9 @@ log = logging.getLogger("encore")
 FEWEST_CALLS = 200
 MOST_DISTINCT = 0.5
 """A graph pays if it has that many calls, and at most this share of them is distinct."""
+
+KNOWN_TO_KEEP_NO_STATE = frozenset({"torch", "_operator", "builtins", "math"})
+"""Modules whose functions do the same whenever they are called alike."""
 
 
 def trace_repeats(module: fx.GraphModule) -> Repeats | None:
@@ -61,17 +64,24 @@ class Repeats:
 
     def joint(self, edges: fx.GraphModule) -> fx.GraphModule:
         """The pasted graph in place of the joint graph that AOTAutograd made of the edges."""
-        for mine, its in zip(_sources(self.graph), _sources(edges.graph), strict=True):
-            if mine.name != its.name or layout_of(mine.meta["val"]) != layout_of(its.meta["val"]):
-                raise NotRepeatableError(f"AOTAutograd takes {its.name} otherwise than expected")
-            mine.meta["desc"] = its.meta.get("desc")
+        self._take_descriptions(_sources(self.graph), _sources(edges.graph))
         mine, its = self.graph.output_node(), edges.graph.output_node()
+        computed, expected = pytree.arg_tree_leaves(*mine.args), pytree.arg_tree_leaves(*its.args)
+        if [node is None for node in computed] != [node is None for node in expected]:
+            raise NotRepeatableError("AOTAutograd expects other results")
         mine.meta["desc"] = its.meta.get("desc")
-        for computed, expected in zip(mine.args[0], pytree.arg_tree_leaves(*its.args), strict=True):
-            if (computed is None) != (expected is None):
-                raise NotRepeatableError("AOTAutograd returns other gradients than expected")
         self.graph.eliminate_dead_code()
         return torch_private.graph_in_place_of(edges, self.graph)
+
+    def _take_descriptions(self, mine: Sequence[fx.Node], its: Sequence[fx.Node]) -> None:
+        if [_seen(source) for source in mine] != [_seen(source) for source in its]:
+            raise NotRepeatableError("AOTAutograd takes the inputs or tangents otherwise")
+        for source, description in zip(mine, its, strict=True):
+            source.meta["desc"] = description.meta.get("desc")
+
+
+def _seen(source: fx.Node) -> tuple[str, Layout]:
+    return source.name, layout_of(source.meta["val"])
 
 
 # -- does it pay? ----------------------------------------------------------------------------------------------------
@@ -157,7 +167,7 @@ class _Paste:
         return Repeats(edges, self.graph, templates=len(self.templates))
 
     def _input(self, node: fx.Node, number: int) -> _Variable:
-        example = node.meta.get("example_value")
+        example: Any = node.meta.get("example_value")
         if not torch_private.is_plain_fake(example):
             raise NotRepeatableError("an input is no plain tensor")
         self.mode = example.fake_mode
@@ -167,12 +177,12 @@ class _Paste:
         return self.values[node]
 
     def _outputs(self, inputs: Sequence[_Variable]) -> list[_Variable]:
-        outputs = [self.values.get(node) for node in pytree.arg_tree_leaves(*self.module.graph.output_node().args)]
-        if not all(isinstance(output, _Variable) for output in outputs):
+        returned = pytree.arg_tree_leaves(*self.module.graph.output_node().args)
+        outputs = [output for node in returned if isinstance(output := self.values.get(node), _Variable)]
+        if len(outputs) < len(returned):
             raise NotRepeatableError("an output is no tensor")
-        storages = {variable.tensor.untyped_storage()._cdata for variable in (*inputs, *outputs)}
-        if len(storages) < len({source.tensor.untyped_storage()._cdata for source in inputs}) + len(outputs):
-            raise NotRepeatableError("outputs share memory")
+        if len(_storages([*inputs, *outputs])) < len(_storages(inputs)) + len(outputs):
+            raise NotRepeatableError("an output shares memory with another one, or with an input")
         if not any(output.requires_grad for output in outputs):
             raise NotRepeatableError("nothing is to be differentiated")
         return outputs
@@ -189,11 +199,12 @@ class _Paste:
     def _forward(self, node: fx.Node) -> None:
         if node.op not in ("call_function", "call_method"):
             raise NotRepeatableError(f"it holds a {node.op} node")
+        if _takes_a_result_apart(node):
+            container, index = node.args
+            self.values[node] = self.values[container][index]  # type: ignore[index]
+            return
         operands: list[_Variable] = []
         args, kwargs = self._over_operands((node.args, node.kwargs), operands)
-        if node.target is operator.getitem and not isinstance(self.values[node.args[0]], _Variable):
-            self.values[node] = self.values[node.args[0]][node.args[1]]
-            return
         layouts = tuple((layout_of(operand.tensor), operand.requires_grad) for operand in operands)
         key = (node.op, node.target, frozen((args, kwargs)), layouts)
         run = _caller(node, args, kwargs)
@@ -246,19 +257,15 @@ class _Paste:
         trace = template.trace
         places = dict(zip(trace.operands, (operand.node for operand in call.operands), strict=True))
         places |= zip(trace.forward, call.pasted, strict=True)
-        tangents = (result.tangent for result in trace.results)
-        places |= {
-            mine: its for mine, its in zip(tangents, arrived, strict=True) if mine is not None and its is not None
-        }
-        arrivals = iter((*trace.arrivals, None))
-        arrival = next(arrivals)
+        for result, gradient in zip(trace.results, arrived, strict=True):
+            if result.tangent is not None and gradient is not None:
+                places[result.tangent] = gradient
         marks = call.marks | {"partitioner_tag": "is_backward"}
-        for ran, step in enumerate((*trace.backward, None)):
-            while arrival is not None and arrival.after == ran:
-                self._accumulate(call.operands[arrival.operand], places[arrival.gradient], marks)
-                arrival = next(arrivals)
-            if step is not None:
-                self._paste(step, template, places, marks)
+        for event in trace.backward:
+            if isinstance(event, Arrival):
+                self._accumulate(call.operands[event.operand], places[event.gradient], marks)
+            else:
+                self._paste(event, template, places, marks)
 
     def _accumulate(self, variable: _Variable, new: fx.Node, marks: dict[str, Any]) -> None:
         """As autograd's engine does it: what has arrived before, plus what arrives now."""
@@ -297,7 +304,7 @@ class _Paste:
     def _apart(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same window on memory of its own."""
         storage = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
-        return torch_private.fake_window(self.mode, storage, tensor.storage_offset(), *layout_of(tensor))
+        return torch_private.fake_window(self.mode, storage, int(tensor.storage_offset()), *layout_of(tensor))
 
     def _paste(
         self, step: fx.Node, template: Template, places: dict[fx.Node, fx.Node], marks: dict[str, Any]
@@ -305,33 +312,35 @@ class _Paste:
         args, kwargs = fx.map_arg((step.args, step.kwargs), places.__getitem__)
         node = self.graph.create_node("call_function", step.target, args, kwargs, name=step.name)
         places[step] = node
-        tensors: list[torch.Tensor | None] = []
+        tensors: list[Any] = []
         for window in template.windows[step]:
-            if window is None:
-                tensors.append(None)
-                continue
-            if window.home is None:
-                storage, offset = torch.UntypedStorage(window.bytes, device="meta"), window.offset
-            else:
-                home = tensors if window.home is step else tensors_of(places[window.home])
-                base = home[window.position]
-                storage, offset = base.untyped_storage(), base.storage_offset() + window.offset
-            tensors.append(torch_private.fake_window(self.mode, storage, offset, *window.layout))
+            home = tensors if window is None or window.home in (None, step) else tensors_of(places[window.home])
+            tensors.append(None if window is None else self._look_through(window, home))
         node.meta = marks | {"val": tuple(tensors) if isinstance(step.meta.get("val"), tuple | list) else tensors[0]}
         return node
 
+    def _look_through(self, window: Window, home: Sequence[Any]) -> torch.Tensor:
+        if window.home is None:
+            storage, offset = torch.UntypedStorage(window.bytes, device="meta"), window.offset
+        else:
+            base = home[window.position]
+            storage, offset = base.untyped_storage(), base.storage_offset() + window.offset
+        return torch_private.fake_window(self.mode, storage, offset, *window.layout)
+
 
 def _caller(node: fx.Node, args: Any, kwargs: Any) -> Callable[[Sequence[Any]], Any]:
+    """The call as a function of its operands."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name.endswith("_") and not name.endswith("__"):
         raise NotRepeatableError(f"{name} works in place")
+    if (getattr(node.target, "__module__", None) or "torch").partition(".")[0] not in KNOWN_TO_KEEP_NO_STATE:
+        raise NotRepeatableError(f"{name} may do something else each time")
 
     def run(operands: Sequence[Any]) -> Any:
         filled, named = map_refs((args, kwargs), operands.__getitem__)
-        if node.op == "call_method":
-            owner, *filled = filled
-            return getattr(owner, str(node.target))(*filled, **named)
-        return node.target(*filled, **named)
+        if callable(node.target):
+            return node.target(*filled, **named)
+        return getattr(filled[0], name)(*filled[1:], **named)
 
     return run
 
@@ -356,6 +365,10 @@ def _marks(node: fx.Node) -> dict[str, Any]:
 
 def _of_no_module(marks: dict[str, Any]) -> dict[str, Any]:
     return {key: mark for key, mark in marks.items() if key != "nn_module_stack"}
+
+
+def _storages(variables: Sequence[_Variable]) -> set[int]:
+    return {variable.tensor.untyped_storage()._cdata for variable in variables}
 
 
 def _sources(graph: fx.Graph) -> list[fx.Node]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from encore.capture.call_trace import CallTrace, Layout, NotRepeatableError, layout_of
+from encore.capture.call_trace import Arrival, CallTrace, Layout, NotRepeatableError, layout_of
 from encore.graph import OpClass, classify
 
 
@@ -62,6 +62,8 @@ def template_of(trace: CallTrace) -> Template:
     homes: dict[int, tuple[fx.Node, int, int]] = {}
     tangents = [result.tangent for result in trace.results if result.tangent is not None]
     for node in (*trace.operands, *tangents, *trace.forward, *trace.backward):
+        if isinstance(node, Arrival):
+            continue
         _refuse_what_depends_on_its_place(node)
         windows[node] = tuple(
             None if tensor is None else _window_of(node, position, tensor, homes)
