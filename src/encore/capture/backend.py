@@ -74,7 +74,9 @@ class _GraphCompilation:
             self.repeats = trace_repeats(self.module)
             if self.repeats is not None:
                 with contextlib.suppress(NotRepeatableError):
-                    return self._through_aot_autograd(self.repeats.edges)
+                    compiled = self._through_aot_autograd(self.repeats.edges)
+                    if self.captured is not None:
+                        return compiled
                 self.repeats = None
             return self._through_aot_autograd(self.module)
         finally:  # PyTorch keeps the callbacks, and they this object; it must not keep the user's parameters

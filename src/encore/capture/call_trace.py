@@ -89,6 +89,7 @@ def trace_call(
         raise NotRepeatableError("it holds tensors of its own")
     place = {node: position for position, node in enumerate(graph.nodes)}
     ran = [node for node in ran if not _only_detaches(node, end)]
+    ran = [node for node in reversed(ran) if not _adds_for_nobody(node)][::-1]
     leaving = iter(pytree.arg_tree_leaves(*end.args))
     results = [next(leaving) for _ in watch.results]
     given = [next(leaving) if comes else None for comes in watch.gradient_comes]
@@ -113,6 +114,14 @@ def _only_detaches(node: fx.Node, end: fx.Node) -> bool:
         return False
     (saved,) = node.all_input_nodes
     node.replace_all_uses_with(saved)
+    return True
+
+
+def _adds_for_nobody(node: fx.Node) -> bool:
+    """Is this the sum of an operand's gradients? Whoever pastes the call adds up its contributions with all others."""
+    if node.target is not torch.ops.aten.add.Tensor or node.users:
+        return False
+    node.graph.erase_node(node)
     return True
 
 

@@ -43,9 +43,11 @@ KNOWN_TO_KEEP_NO_STATE = frozenset({"torch", "_operator", "builtins", "math"})
 
 def trace_repeats(module: fx.GraphModule) -> Repeats | None:
     """The joint graph of a Dynamo graph by way of its distinct calls; None where AOTAutograd should trace it."""
-    if torch_private.casts_automatically() or not _pays(module):
+    if torch_private.casts_automatically() or not torch.is_grad_enabled():
         return None
     try:
+        if not _pays(module):
+            return None
         with torch_private.eager_operators(), torch_private.real_tensors():
             return _Paste(module).repeats()
     except Exception as reason:  # whatever cannot be traced out of its place, AOTAutograd may still trace in it
@@ -91,10 +93,7 @@ def _pays(module: fx.GraphModule) -> bool:
     calls = [node for node in module.graph.nodes if _is_call(node)]
     if len(calls) < FEWEST_CALLS:
         return False
-    try:
-        distinct = {(node.op, node.target, frozen((node.args, node.kwargs))) for node in calls}
-    except NotRepeatableError:
-        return False
+    distinct = {(node.op, node.target, frozen((node.args, node.kwargs))) for node in calls}
     return len(distinct) <= MOST_DISTINCT * len(calls)
 
 
@@ -224,13 +223,13 @@ class _Paste:
         return _Variable(places[result.node], result.requires_grad, result.is_view)
 
     def _over_operands(self, argument: Any, operands: list[_Variable]) -> Any:
-        """The argument with a `Ref` to the list of operands for every tensor. A tensor that is mentioned twice is two
-        operands: its two gradients arrive one after the other."""
+        """The argument with a `Ref` to the list of operands for every tensor."""
         if isinstance(argument, fx.Node):
             return self._over_operands(self.values[argument], operands)
         if isinstance(argument, _Variable):
-            operands.append(argument)
-            return Ref(len(operands) - 1)
+            if argument not in operands:
+                operands.append(argument)
+            return Ref(operands.index(argument))
         if isinstance(argument, tuple | list):
             kind = list if isinstance(argument, list) else tuple
             return kind(self._over_operands(item, operands) for item in argument)
