@@ -37,7 +37,7 @@ class Layout(NamedTuple):
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    if tensor.dtype.is_complex or not all(type(size) is int for size in (*shape, *stride)):
+    if tensor.dtype.is_complex or not {*map(type, shape), *map(type, stride)} <= {int}:
         raise NotRepeatableError("it holds complex numbers or sizes that depend on data")
     return Layout(shape, stride, tensor.dtype, tensor.device)
 

@@ -142,6 +142,8 @@ class _Call:
 
 @dataclass(slots=True)
 class _Paste:
+    """One Dynamo graph on its way to a joint graph."""
+
     module: fx.GraphModule
     graph: fx.Graph = field(default_factory=fx.Graph)
     templates: dict[Hashable, Template] = field(default_factory=dict)
