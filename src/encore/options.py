@@ -12,6 +12,11 @@ from typing import Any
 from encore.errors import OptionError, listed
 
 LOWERINGS = ("eager", "fused")
+FUSED_PASSES = (
+    "channels_last", "transpose_weights", "hoist_projections", "merge_siblings", "fold_additions",
+    "stack_weight_gradients", "fuse",
+)  # fmt: skip
+"""What the fused lowering does to a graph, in this order; each can be skipped."""
 DEFAULT_OVERHEAD = 0.05
 UNITS = {
     "": 1, "B": 1,
@@ -88,6 +93,9 @@ class Options:
     """How the schedule runs: "fused" compiles runs of cheap operators into kernels, "eager" calls PyTorch's own
     operators one by one and gives the very bits that plain PyTorch gives."""
 
+    skip: tuple[str, ...] = ()
+    """Passes of the fused lowering that are not to run, out of `FUSED_PASSES`."""
+
     recompile_limit: int = 16
     """How many shapes (or other variants) of one model are planned before the rest runs as plain eager PyTorch."""
 
@@ -113,9 +121,20 @@ def make_options(given: Mapping[str, Any]) -> Options:
     _check_number(chosen, "recompile_limit", int, 1, "a count of at least 1")
     if chosen.get("lowering", LOWERINGS[0]) not in LOWERINGS:
         raise OptionError(f"lowering={chosen['lowering']!r} does not exist; it can be {listed(LOWERINGS)}")
+    if "skip" in chosen:
+        chosen["skip"] = _passes(chosen["skip"])
     if optimizer is not None:
         chosen["resident"] = chosen.get("resident", 0) + optimizer_bytes(optimizer)
     return Options(**chosen)
+
+
+def _passes(names: Any) -> tuple[str, ...]:
+    """Names of passes, checked; one may be given by itself."""
+    given = (names,) if isinstance(names, str) else tuple(names)
+    for name in given:
+        if name not in FUSED_PASSES:
+            raise OptionError(f"skip={name!r} is not a pass of the fused lowering; there are {listed(FUSED_PASSES)}")
+    return given
 
 
 def _check_number(chosen: Mapping[str, Any], name: str, kind: type, least: float, accepted: str) -> None:

@@ -18,10 +18,11 @@ from torch import fx
 
 from encore.capture import torch_private
 from encore.capture.session import CapturedGraph, PlainGraph, Session
-from encore.graph import UnsupportedGraphError, build_graph, verify_graph
+from encore.graph import Graph, UnsupportedGraphError, build_graph, verify_graph
 from encore.lower import FusedPlan, Lowered, fuse_plan, kernel_store, lower
 from encore.options import make_options
 from encore.plan import Plan, choose, keep_everything
+from encore.rewrite import Judge, rewrite
 from encore.schedule import Schedule
 from encore.units import bytes_text
 
@@ -62,6 +63,7 @@ class _GraphCompilation:
         self.name = f"graph {len(session.graphs) + len(session.plain)}"
         self.captured: CapturedGraph | None = None
         self.lowered: Lowered | None = None
+        self.rewrites: tuple[str, ...] = ()
         self.seconds: dict[str, float] = {}
         self.started = time.perf_counter()
 
@@ -98,8 +100,9 @@ class _GraphCompilation:
         reason, line = torch_private.break_reason(self.module) or ("", "")
         with torch_private.real_tensors():
             unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
+            kept = self._rewritten(unplanned)
             self.session.workspaces.save()
-        plan = choose([unplanned], self.session.options, earlier=self.session.plans_of_step_so_far())
+        plan = choose([kept], self.session.options, earlier=self.session.plans_of_step_so_far())
         self._lap("plan")
         fused = self._fuse(plan)
         plan = dataclasses.replace(fused.plan, schedule=self._in_saving_order(joint, fused.plan.schedule))
@@ -117,11 +120,33 @@ class _GraphCompilation:
         )
         self.session.graphs.append(self.captured)
         self._tell()
-        saved = [graph.values[value].name for value in plan.schedule.saved]
-        return torch_private.shell(joint, num_outputs, saved)
+        return torch_private.shell(joint, num_outputs, plan.schedule)
+
+    def _rewritten(self, unplanned: Plan) -> Plan:
+        """Everything kept, with the matrix products as the fused lowering wants them."""
+        options, workspaces = self.session.options, self.session.workspaces
+        if options.lowering == "eager":
+            return unplanned
+        outlive = unplanned.timeline.outputs_outlive
+
+        def keep(graph: Graph) -> Plan:
+            return keep_everything(graph, workspaces, outputs_outlive=outlive)
+
+        rewritten = rewrite(
+            unplanned.schedule.graph,
+            Judge(run=workspaces.run),
+            peak=lambda graph: keep(graph).timeline.step_peak,
+            limit=unplanned.timeline.step_peak,
+            skip=options.skip,
+        )
+        self.rewrites = rewritten.applied
+        if not rewritten.applied:
+            return unplanned
+        verify_graph(rewritten.graph)
+        return keep(rewritten.graph)
 
     def _fuse(self, plan: Plan) -> FusedPlan:
-        if self.session.options.lowering == "eager":
+        if self.session.options.lowering == "eager" or "fuse" in self.session.options.skip:
             return FusedPlan(plan, {}, 0)
         with torch_private.real_tensors():
             return fuse_plan(plan, self.session.workspaces, kernel_store(), compile_kernels=self.session.workspaces.run)

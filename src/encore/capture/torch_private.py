@@ -37,6 +37,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from encore.graph import Primal, Role, UnsupportedGraphError
 from encore.graph.random_ops import traced_dropout, traced_dropout_
+from encore.graph.values import Value
+from encore.schedule import Schedule
 
 aten = torch.ops.aten
 DispatchKey = torch._C.DispatchKey
@@ -169,7 +171,7 @@ def plain_callable(module: fx.GraphModule) -> Callable[..., Any]:
     return make_boxed_func(module.forward)
 
 
-def shell(joint: fx.GraphModule, num_outputs: int, saved: Sequence[str]) -> tuple[fx.GraphModule, fx.GraphModule]:
+def shell(joint: fx.GraphModule, num_outputs: int, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The two modules AOTAutograd wants to see: inputs and outputs only, since the body is a schedule of ours."""
     nodes = {node.name: node for node in joint.graph.nodes}
     (output,) = joint.graph.find_nodes(op="output")
@@ -178,17 +180,27 @@ def shell(joint: fx.GraphModule, num_outputs: int, saved: Sequence[str]) -> tupl
     sources = joint.graph.find_nodes(op="placeholder")
     primals = [node for node in sources if "tangents" not in node.name]
     tangents = [node for node in sources if "tangents" in node.name]
-    crossing = [nodes[name] for name in saved]
+    saved = [schedule.graph.values[value] for value in schedule.saved]
+    crossing = [nodes[value.name] if value.name in nodes else _stand_in(joint, value) for value in saved]
     kept = [_saved_description(node, position) for position, node in enumerate(crossing)]
     forward = _hollow(primals, [*flat[:num_outputs], *crossing], [*descriptions[:num_outputs], *kept])
     backward = _hollow([*crossing, *tangents], flat[num_outputs:], descriptions[num_outputs:])
     return fx.GraphModule(joint, forward), fx.GraphModule(joint, backward)
 
 
+def _stand_in(joint: fx.GraphModule, value: Value) -> fx.Node:
+    """A node for a saved value that only a rewritten graph has."""
+    mode = next(node.meta["val"].fake_mode for node in joint.graph.nodes if hasattr(node.meta.get("val"), "fake_mode"))
+    node = fx.Graph().create_node("call_function", _in_the_schedule, name=value.name)
+    with mode:
+        node.meta["val"] = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
+    return node
+
+
 def unchecked_last(joint: fx.GraphModule, saved: Sequence[str]) -> tuple[str, ...]:
     """AOTAutograd's convention: what is saved without a version check comes last."""
-    nodes = {node.name: node for node in joint.graph.nodes}
-    return tuple(sorted(saved, key=lambda name: bool(nodes[name].meta.get("saved_tensor_with_no_vc_check", False))))
+    unchecked = {node.name for node in joint.graph.nodes if node.meta.get("saved_tensor_with_no_vc_check", False)}
+    return tuple(sorted(saved, key=lambda name: name in unchecked))
 
 
 def _saved_description(node: fx.Node, position: int) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from encore.graph.ops import OpClass, classify, without_unread
+from encore.graph.ops import SIDE_EFFECTS, OpClass, classify, without_unread
 from encore.graph.sizes import true_bytes
 from encore.graph.values import Graph, Op, Ref, Role, Storage, Value, block_bytes, refs, span_bytes
 
@@ -29,7 +29,6 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 MODULE_ROOT = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?(?:__self__\.?)?")
 MODULE_ENTRY = re.compile(r"_modules\[['\"]([^'\"]+)['\"]\]")
 EMPTY_CONSTRUCTORS = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided)
-SIDE_EFFECTS = frozenset({OpClass.RANDOM, OpClass.MUTATING, OpClass.COLLECTIVE, OpClass.OPAQUE})
 
 
 class UnsupportedGraphError(Exception):

@@ -36,6 +36,9 @@ class OpClass(enum.Enum):
     """Nothing is known about it: custom operators, higher-order operators."""
 
 
+SIDE_EFFECTS = frozenset({OpClass.RANDOM, OpClass.MUTATING, OpClass.COLLECTIVE, OpClass.OPAQUE})
+"""Operators that somebody may miss though nobody reads their results, and whose order is part of the program."""
+
 HEAVY_PACKETS = frozenset({
     "mm", "bmm", "addmm", "addbmm", "baddbmm", "addmv", "mv", "dot", "matmul", "linear", "linear_backward", "einsum",
     "_scaled_mm", "_grouped_mm", "_int_mm",
@@ -232,6 +235,8 @@ WRITES_FIRST: dict[Any, Callable[..., Any]] = {
     aten.sub.Scalar: aten.sub_.Scalar,
     aten.mul.Scalar: aten.mul_.Scalar,
     aten.div.Scalar: aten.div_.Scalar,
+    aten.addmm.default: aten.addmm_.default,
+    aten.baddbmm.default: aten.baddbmm_.default,
     aten.index_put.default: aten.index_put_.default,
     aten.index_add.default: aten.index_add_.default,
     aten.scatter.src: aten.scatter_.src,

@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from encore.graph import Graph, Op, OpClass
+from encore.graph.ops import SIDE_EFFECTS
 from encore.schedule.actions import Action, Free, Fused, Run, Schedule
 from encore.schedule.kernel import Group, describe_kernel
 from encore.schedule.reuse import write_over_dying
-
-KEEP_THEIR_PLACE = frozenset({OpClass.RANDOM, OpClass.MUTATING, OpClass.COLLECTIVE, OpClass.OPAQUE})
-"""Backward operators with an effect of their own: a draw that moves would be another draw."""
 
 
 def schedule_step(graph: Graph) -> Schedule:
@@ -63,7 +61,7 @@ def order_backward(graph: Graph) -> tuple[list[Op], tuple[int, ...]]:
 
     waiting = set(graph.tangents)
     for op in graph.ops:
-        if not op.forward and (waiting.intersection(op.reads) or op.kind in KEEP_THEIR_PLACE):
+        if not op.forward and (waiting.intersection(op.reads) or op.kind in SIDE_EFFECTS):
             waiting.update(value for value in op.writes if value is not None)
             provide(op.reads)
             order.append(op)

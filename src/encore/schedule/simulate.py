@@ -145,9 +145,9 @@ class _Walk:
                     (result,) = op.writes
                     assert result is not None
                     self._take_over(action.over, result)
-                for value in op.writes:
-                    if value is not None:
-                        self._bind(value)
+                for made in op.writes:
+                    if made is not None:
+                        self._bind(made)
                 self.note(name, action, self.workspace(self.graph, op))
 
     def note(self, phase: str, action: Action | None, workspace: int) -> None:

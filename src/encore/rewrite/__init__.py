@@ -1,0 +1,12 @@
+"""Graph -> graph: the same step with fewer, larger or better laid out matrix products.
+
+Each pass is one module with one function, named as in `PASSES`, that takes a graph and returns another (or the same
+one, where it finds nothing). Sums come out in another order, so results differ from eager's in the last bits: only the
+fused lowering runs them. Whether a pass pays is measured; what it does to the peak is simulated, and a pass that would
+raise it is not applied.
+"""
+
+from encore.rewrite.judge import Judge
+from encore.rewrite.passes import PASSES, Rewritten, rewrite
+
+__all__ = ["PASSES", "Judge", "Rewritten", "rewrite"]

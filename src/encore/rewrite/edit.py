@@ -1,0 +1,210 @@
+"""Changing a graph: a copy that operators can be added to, taken from and moved in, and that puts itself in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from encore.graph import Graph, Op, Storage, Value
+from encore.graph.ops import SIDE_EFFECTS, classify
+from encore.graph.values import Ref, block_bytes, map_refs, refs
+
+
+class Editor:
+    """A graph under change. Values keep their numbers; operators are put in order and renumbered by `finish`."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.original = graph
+        self.graph = dataclasses.replace(
+            graph,
+            values=[dataclasses.replace(value, readers=list(value.readers)) for value in graph.values],
+            storages=[dataclasses.replace(storage, values=list(storage.values)) for storage in graph.storages],
+            ops=[dataclasses.replace(op) for op in graph.ops],
+            copied_tangents=set(graph.copied_tangents),
+        )
+        self._place: dict[int, tuple[float, int]] = {}
+        self._removed: set[int] = set()
+        self.changed = False
+
+    def op_after(
+        self, neighbour: Op, name: str, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+    ) -> Op:
+        """A new operator that wants to run right after another one, in its phase and on its behalf."""
+        op = Op(
+            id=len(self.graph.ops),
+            name=name,
+            target=target,
+            args=tuple(args),
+            kwargs=kwargs or {},
+            reads=tuple(dict.fromkeys(refs((tuple(args), kwargs or {})))),
+            writes=(),
+            returns_tuple=False,
+            kind=classify(target),
+            module=neighbour.module,
+            source=neighbour.source,
+            traced_in_forward=neighbour.traced_in_forward,
+            forward=neighbour.forward,
+        )
+        self.graph.ops.append(op)
+        self._place[op.id] = (self.place_of(neighbour)[0], op.id)
+        self.changed = True
+        return op
+
+    def op_before(self, neighbour: Op, name: str, target: Any, args: Sequence[Any]) -> Op:
+        """A new operator that wants to run right before another one."""
+        op = self.op_after(neighbour, name, target, args)
+        place, _ = self.place_of(neighbour)
+        self._place[op.id] = (place - 0.5, op.id)
+        return op
+
+    def place_of(self, op: Op) -> tuple[float, int]:
+        return self._place.get(op.id, (float(op.id), -1))
+
+    def result(self, op: Op, shape: Sequence[int], dtype: torch.dtype, device: str) -> int:
+        """A new contiguous tensor that the operator makes."""
+        size = math.prod(shape) * dtype.itemsize
+        storage = Storage(len(self.graph.storages), block_bytes(size, device), device)
+        self.graph.storages.append(storage)
+        return self._add_value(op, op.name, storage.id, tuple(shape), contiguous_strides(shape), dtype, 0)
+
+    def view_result(self, op: Op, base: int, shape: Sequence[int], stride: Sequence[int], offset: int) -> int:
+        """A new view that the operator takes of `base`, `offset` elements into it."""
+        source = self.graph.values[base]
+        assert source.storage is not None
+        assert source.dtype is not None
+        name = f"{op.name}.{len(op.writes)}"
+        return self._add_value(
+            op, name, source.storage, tuple(shape), tuple(stride), source.dtype, source.offset + offset
+        )
+
+    def adopt(self, op: Op, value: int) -> None:
+        """Let the operator make a value that another one made until now."""
+        previous = self.graph.producer(value)
+        if previous is not None:
+            self.remove(previous)
+        self.graph.values[value].producer = op.id
+        op.writes = (*op.writes, value)
+
+    def move_into(self, value: int, base: int, offset: int) -> None:
+        """Let a value that had memory of its own, with all its views, live `offset` elements into another one."""
+        old, new = self.graph.values[value].storage, self.graph.values[base].storage
+        assert old is not None
+        assert new is not None
+        moved = self.graph.storages[old].values
+        for number in moved:
+            self.graph.values[number].storage = new
+            self.graph.values[number].offset += offset
+        self.graph.storages[new].values += moved
+        self.graph.storages[old].values = []
+
+    def remove(self, op: Op) -> None:
+        self._removed.add(op.id)
+        self.changed = True
+
+    def read_instead(self, op: Op, old: int, new: int) -> None:
+        """Have an operator read another value in place of one."""
+        op.args = map_refs(op.args, lambda value: Ref(new if value == old else value))
+        op.kwargs = map_refs(op.kwargs, lambda value: Ref(new if value == old else value))
+        op.reads = tuple(dict.fromkeys(refs((op.args, op.kwargs))))
+        self.changed = True
+
+    def finish(self) -> Graph:
+        """The graph in order: as it was, as far as operators that wait for others allow. The original if unchanged."""
+        graph = self.graph
+        if not self.changed:
+            return self.original
+        kept = [op for op in graph.ops if op.id not in self._removed]
+        self._settle_orphans(kept)
+        graph.ops[:] = self._ordered(self._alive(kept))
+        numbers = {op.id: number for number, op in enumerate(graph.ops)}
+        for value in graph.values:
+            value.readers = []
+            value.producer = numbers.get(value.producer) if value.producer is not None else None
+        for number, op in enumerate(graph.ops):
+            op.id = number
+            for read in op.reads:
+                graph.values[read].readers.append(number)
+        return graph
+
+    # -- order -------------------------------------------------------------------------------------------------------
+
+    def _alive(self, ops: Sequence[Op]) -> list[Op]:
+        """The operators that somebody needs."""
+        needed = {value for value in (*self.graph.outputs, *self.graph.gradients) if value is not None}
+        alive = []
+        for op in self._ordered(ops)[::-1]:
+            if op.kind in SIDE_EFFECTS or any(value in needed for value in op.writes):
+                alive.append(op)
+                needed.update(op.reads)
+            else:
+                self._orphan(value for value in op.writes if value is not None)
+        return alive[::-1]
+
+    def _settle_orphans(self, kept: Sequence[Op]) -> None:
+        """Values whose operator is gone and that nobody makes any more leave their storages."""
+        made = {value for op in kept for value in op.writes if value is not None}
+        self._orphan(value.id for value in self.graph.values if value.producer is not None and value.id not in made)
+
+    def _orphan(self, values: Iterable[int]) -> None:
+        for number in values:
+            value = self.graph.values[number]
+            if value.storage is not None:
+                self.graph.storages[value.storage].values.remove(number)
+            value.storage = value.producer = None
+
+    def _ordered(self, ops: Sequence[Op]) -> list[Op]:
+        """Sorted by place, except that nobody runs before what it reads; side effects keep their order."""
+        by_id = {op.id: op for op in ops}
+        maker = {value: op.id for op in ops for value in op.writes if value is not None}
+        waits_for = {op.id: {maker[value] for value in op.reads if value in maker} for op in ops}
+        effects = [op.id for op in ops if op.kind in SIDE_EFFECTS]
+        for before, after in itertools.pairwise(effects):
+            waits_for[after].add(before)
+        readers: dict[int, list[int]] = {}
+        for number, sources in waits_for.items():
+            for source in sources:
+                readers.setdefault(source, []).append(number)
+        missing = {number: len(sources) for number, sources in waits_for.items()}
+        ready = [(*self.place_of(op), op.id) for op in ops if not missing[op.id]]
+        heapq.heapify(ready)
+        ordered = []
+        while ready:
+            *_, number = heapq.heappop(ready)
+            ordered.append(by_id[number])
+            for reader in readers.get(number, ()):
+                missing[reader] -= 1
+                if not missing[reader]:
+                    heapq.heappush(ready, (*self.place_of(by_id[reader]), reader))
+        assert len(ordered) == len(ops), "a rewrite made operators wait for each other"
+        return ordered
+
+    def _add_value(
+        self,
+        op: Op,
+        name: str,
+        storage: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        offset: int,
+    ) -> int:
+        size = math.prod(shape) * dtype.itemsize
+        value = Value(len(self.graph.values), name, storage, shape, stride, dtype, size, op.id, offset=offset)
+        self.graph.values.append(value)
+        self.graph.storages[storage].values.append(value.id)
+        op.writes = (*op.writes, value.id)
+        return value.id
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,76 @@
+"""What the passes ask about matrix products: which they are, what they read, who reads what they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from encore.graph import Graph, Op, Value
+from encore.graph.values import Ref
+
+aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.addmm.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`left @ right`, plus `bias` where it has one (`addmm`)."""
+
+    op: Op
+    bias: int | None
+    left: int
+    right: int
+    result: int
+
+
+def product(op: Op) -> Product | None:
+    """The operator as a product of two matrices, if that is what it is."""
+    if op.target not in PRODUCTS or op.kwargs or not all(isinstance(argument, Ref) for argument in op.args):
+        return None
+    *bias, left, right = (argument.value for argument in op.args)
+    (result,) = op.writes
+    assert result is not None
+    return Product(op, bias[0] if bias else None, left, right, result)
+
+
+def products(graph: Graph) -> Iterator[Product]:
+    return (found for op in graph.ops if (found := product(op)) is not None)
+
+
+def exported(graph: Graph) -> set[int]:
+    """Values that leave the graph."""
+    return {value for value in (*graph.outputs, *graph.gradients) if value is not None}
+
+
+def is_contiguous(value: Value) -> bool:
+    step = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def device_of(graph: Graph, value: int) -> str:
+    storage = graph.values[value].storage
+    assert storage is not None
+    return graph.storages[storage].device
+
+
+def depends_on(graph: Graph, sources: Iterable[int]) -> set[int]:
+    """Every value that is computed from one of `sources`, directly or not; the sources too."""
+    tainted = set(sources)
+    for op in graph.ops:
+        if any(value in tainted for value in op.reads):
+            tainted.update(value for value in op.writes if value is not None)
+    return tainted
+
+
+def has_memory_to_itself(graph: Graph, value: int) -> bool:
+    """Does nothing else look at the value's memory, and does it fill it?"""
+    storage = graph.values[value].storage
+    if storage is None or storage in graph.external:
+        return False
+    return graph.storages[storage].values == [value] and graph.values[value].producer is not None
