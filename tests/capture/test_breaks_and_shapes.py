@@ -81,7 +81,8 @@ def test_a_break_gives_two_graphs_with_reason_and_line(
     assert (second.break_reason, second.break_line) == ("", "")
     assert first.break_line in str(encore.report(model))
     printed = capsys.readouterr().out
-    assert printed.count("between the layers") == (4 if kind is Printing else 0)
+    runs = 3 if lowering == "fused" else 2  # through Encore, in eager, in float64
+    assert printed.count("between the layers") == (2 * runs if kind is Printing else 0)
 
 
 def test_the_report_lists_the_graphs_of_the_step_that_ran(lowering: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import encore
-from against_eager import assert_matches_eager, assert_same, gradients, run_step
+from against_eager import assert_matches_eager, assert_same, gradients, in_both_lowerings, run_step
 
 # Dynamo looks at `.grad` of what crosses a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -30,7 +30,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @every_kind
-@pytest.mark.parametrize("options", OPTIONS)
+@in_both_lowerings("options", OPTIONS, ["one layer", "all at once"])
 def test_a_recurrent_layer(kind: str, options: str, lowering: str) -> None:
     assert_matches_eager(
         KINDS[kind](4, 3, **OPTIONS[options]), torch.randn(5, 2, 4, requires_grad=True), lowering=lowering
