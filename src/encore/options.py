@@ -13,8 +13,8 @@ from encore.errors import OptionError, listed
 
 LOWERINGS = ("eager", "fused")
 FUSED_PASSES = (
-    "channels_last", "transpose_weights", "hoist_projections", "merge_siblings", "fold_additions",
-    "stack_weight_gradients", "fuse",
+    "narrow_indices", "channels_last", "split_convolutions", "transpose_weights", "hoist_projections",
+    "merge_siblings", "fold_additions", "stack_weight_gradients", "fuse",
 )  # fmt: skip
 """What the fused lowering does to a graph, in this order; each can be skipped."""
 DEFAULT_OVERHEAD = 0.05

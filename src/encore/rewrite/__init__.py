@@ -1,4 +1,4 @@
-"""Graph -> graph: the same step with fewer, larger or better laid out matrix products.
+"""Graph -> graph: the same step with fewer, larger or better laid out matrix products and convolutions.
 
 Each pass is one module with one function, named as in `PASSES`, that takes a graph and returns another (or the same
 one, where it finds nothing). Sums come out in another order, so results differ from eager's in the last bits: only the
@@ -6,7 +6,7 @@ fused lowering runs them. Whether a pass pays is measured; what it does to the p
 raise it is not applied.
 """
 
-from encore.rewrite.judge import Judge
+from encore.rewrite.judge import ConvolutionShape, Judge
 from encore.rewrite.passes import PASSES, Rewritten, rewrite
 
-__all__ = ["PASSES", "Judge", "Rewritten", "rewrite"]
+__all__ = ["PASSES", "ConvolutionShape", "Judge", "Rewritten", "rewrite"]

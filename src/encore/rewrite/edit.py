@@ -26,7 +26,9 @@ class Editor:
             values=[dataclasses.replace(value, readers=list(value.readers)) for value in graph.values],
             storages=[dataclasses.replace(storage, values=list(storage.values)) for storage in graph.storages],
             ops=[dataclasses.replace(op) for op in graph.ops],
-            copied_tangents=set(graph.copied_tangents),
+            outputs=list(graph.outputs),
+            gradients=list(graph.gradients),
+            returned=list(graph.returned),
         )
         self._place: dict[int, tuple[float, int]] = {}
         self._removed: set[int] = set()
@@ -56,9 +58,11 @@ class Editor:
         self.changed = True
         return op
 
-    def op_before(self, neighbour: Op, name: str, target: Any, args: Sequence[Any]) -> Op:
+    def op_before(
+        self, neighbour: Op, name: str, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+    ) -> Op:
         """A new operator that wants to run right before another one."""
-        op = self.op_after(neighbour, name, target, args)
+        op = self.op_after(neighbour, name, target, args, kwargs)
         place, _ = self.place_of(neighbour)
         self._place[op.id] = (place - 0.5, op.id)
         return op

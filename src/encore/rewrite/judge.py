@@ -6,8 +6,10 @@ with few rows gain from every rewrite, those with many from none.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -20,8 +22,28 @@ ROUNDS = 7
 WORTH_IT = 0.95
 """A rewrite must save a twentieth of the time of the products it touches."""
 FEW_ROWS = 64
+SPEAKERS = 4
+"""Convolutions that are timed to stand for all of a model."""
 SAMPLE = 8
 """Products of a long loop that are timed to stand for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionShape:
+    """What the time of a two-dimensional convolution depends on."""
+
+    source: tuple[int, ...]
+    weight: tuple[int, ...]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+    dtype: torch.dtype
+
+    @property
+    def work(self) -> float:
+        """Multiplications, about."""
+        return math.prod(self.source) * math.prod(self.weight) / self.source[1] / math.prod(self.stride)
 
 
 class Judge:
@@ -95,6 +117,25 @@ class Judge:
         widths = [graph.values[sibling.right].shape[1] for sibling in siblings]
         return self._pays(f"merge {uses} {widths}", graph, siblings[0], before, after)
 
+    def channels_last_pays(self, convolutions: Sequence[ConvolutionShape]) -> bool:
+        """Are the convolutions, forward and backward, faster on feature maps with channels last? The heaviest few
+        speak for all."""
+        heaviest = sorted(set(convolutions), key=lambda shape: -shape.work * convolutions.count(shape))[:SPEAKERS]
+        total = sum(shape.work * convolutions.count(shape) for shape in heaviest)
+        ratio = 0.0
+        for shape in heaviest:
+            key = f"channels last {shape} threads={torch.get_num_threads()}"
+            measured = self.cache.get(key)
+            if measured is None:
+                if not self.run:
+                    return False
+                measured = _ratio(
+                    _convolution(shape, torch.contiguous_format), _convolution(shape, torch.channels_last)
+                )
+                self.cache.put(key, measured)
+            ratio += measured * shape.work * convolutions.count(shape) / total
+        return ratio < WORTH_IT
+
     def _pays(
         self, what: str, graph: Graph, example: Product, before: Callable[[], None], after: Callable[[], None]
     ) -> bool:
@@ -123,6 +164,20 @@ def _like(graph: Graph, number: int) -> Callable[[], torch.Tensor]:
         return made[0]
 
     return get
+
+
+def _convolution(shape: ConvolutionShape, layout: torch.memory_format) -> Callable[[], None]:
+    """A forward and a backward of one convolution, on feature maps of a layout."""
+    source = torch.full(shape.source, 0.01, dtype=shape.dtype).contiguous(memory_format=layout)
+    weight = torch.full(shape.weight, 0.01, dtype=shape.dtype)
+    settings = (shape.stride, shape.padding, shape.dilation, False, (0, 0), shape.groups)
+    gradient = torch.ops.aten.convolution(source, weight, None, *settings)
+
+    def run() -> None:
+        torch.ops.aten.convolution(source, weight, None, *settings)
+        torch.ops.aten.convolution_backward(gradient, source, weight, None, *settings, (True, True, False))
+
+    return run
 
 
 def _ratio(before: Callable[[], None], after: Callable[[], None]) -> float:

@@ -6,10 +6,13 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from encore.graph import Graph
+from encore.rewrite.channels_last import channels_last
 from encore.rewrite.fold_additions import fold_additions
 from encore.rewrite.hoist_projections import hoist_projections
 from encore.rewrite.judge import Judge
 from encore.rewrite.merge_siblings import merge_siblings
+from encore.rewrite.narrow_indices import narrow_indices
+from encore.rewrite.split_convolutions import split_convolutions
 from encore.rewrite.stack_weight_gradients import stack_weight_gradients
 from encore.rewrite.transpose_weights import transpose_weights
 
@@ -32,7 +35,16 @@ def _in_chunks(run: Callable[[Graph, Judge, int], Graph]) -> Callable[[Graph, Ju
     return attempts
 
 
+def _channels_last(graph: Graph, judge: Judge) -> Graph:
+    """Channels last without splitting backward would hold more than the step did before: the two go together."""
+    laid_out = channels_last(graph, judge)
+    return graph if laid_out is graph else split_convolutions(laid_out)
+
+
 PASSES: dict[str, Callable[[Graph, Judge], Iterator[Graph]]] = {
+    "narrow_indices": _once(lambda graph, judge: narrow_indices(graph)),
+    "channels_last": _once(_channels_last),
+    "split_convolutions": _once(lambda graph, judge: split_convolutions(graph)),
     "transpose_weights": _once(transpose_weights),
     "hoist_projections": _in_chunks(hoist_projections),
     "merge_siblings": _once(merge_siblings),

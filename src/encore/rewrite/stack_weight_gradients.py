@@ -1,7 +1,7 @@
 """The gradient of a shared weight as one product over stacked operands instead of a sum of T products.
 
-`sum_t left_t @ right_t` is `[left_1 ... left_T] @ [right_1; ...; right_T]`: a long inner dimension suits vector libraries
-better than T short ones. It costs a copy of the operands and keeps them until the chunk is complete.
+`sum_t left_t @ right_t` is `[left_1 ... left_T] @ [right_1; ...; right_T]`: a long inner dimension suits vector
+libraries better than T short ones. It costs a copy of the operands and keeps them until the chunk is complete.
 Works on the chains that `fold_additions` leaves.
 """
 

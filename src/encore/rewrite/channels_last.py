@@ -1,0 +1,161 @@
+"""Convolutions want their channels last.
+
+On CPU oneDNN computes in blocked layouts. A feature map stored with channels last (NHWC) goes in and out of them
+without being reordered; one stored with channels first (NCHW) does not. Every two-dimensional convolution is given its
+input with channels last: that costs a copy at the first of them, while the others find theirs so already, since
+normalisations, activations and additions keep a layout. How layouts spread is found out by running the graph on
+tensors without memory. What leaves the graph, and a view that asks for channels first, get a copy in the old layout; a
+draw must not see its operand change, or it would fill it in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from encore.graph import Graph, Op, OpClass, Value
+from encore.graph.values import Ref, map_refs
+from encore.rewrite.edit import Editor
+from encore.rewrite.judge import ConvolutionShape, Judge
+from encore.rewrite.matmuls import device_of, is_contiguous
+
+aten = torch.ops.aten
+MAPS = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}
+"""Where convolutions take feature maps."""
+
+
+def channels_last(graph: Graph, judge: Judge) -> Graph:
+    """The graph with channels last, where that pays and nothing stands against it."""
+    shapes = [_shape(graph, op) for op in graph.ops if op.target is aten.convolution.default]
+    known = [shape for shape in shapes if shape is not None]
+    if not known or len(known) < len(shapes) or not judge.channels_last_pays(known):
+        return graph
+    try:
+        return _Spreading(graph).run()
+    except _StandsAgainstError:
+        return graph
+
+
+class _StandsAgainstError(Exception):
+    """Something in the graph needs the layout it has."""
+
+
+class _Spreading:
+    def __init__(self, graph: Graph) -> None:
+        self.editor = Editor(graph)
+        self.graph = self.editor.graph
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake: dict[int, Any] = {}
+        self.copies: dict[tuple[int, bool, torch.memory_format], int] = {}
+
+    def run(self) -> Graph:
+        for value in self.graph.values:
+            if value.role is not None and value.dtype is not None:
+                with self.mode:
+                    device = device_of(self.graph, value.id)
+                    self.fake[value.id] = torch.empty_strided(
+                        value.shape, value.stride, dtype=value.dtype, device=device
+                    )
+        for op in list(self.graph.ops):
+            for position in MAPS.get(op.target, ()):
+                self._lay_out(op, op.args[position].value, torch.channels_last)
+            self._spread(op)
+        self._put_back()
+        return self.editor.finish()
+
+    def _spread(self, op: Op) -> None:
+        results = self._call(op)
+        for number, result in zip(op.writes, results, strict=True):
+            if number is None:
+                continue
+            value = self.graph.values[number]
+            self.fake[number] = result
+            if tuple(result.shape) != value.shape or result.dtype != value.dtype:
+                raise _StandsAgainstError
+            if tuple(result.stride()) != value.stride:
+                if op.kind is OpClass.RANDOM:
+                    raise _StandsAgainstError
+                value.stride = tuple(result.stride())
+            value.offset = int(result.storage_offset())
+
+    def _call(self, op: Op) -> list[Any]:
+        def run() -> list[Any]:
+            args, kwargs = map_refs((op.args, op.kwargs), self.fake.__getitem__)
+            with self.mode, torch.no_grad():
+                made = op.target(*args, **kwargs)
+            return list(made) if op.returns_tuple else [made]
+
+        if op.kind is OpClass.RANDOM and any(self._changed(value) for value in op.reads):
+            raise _StandsAgainstError
+        try:
+            return run()
+        except RuntimeError as error:
+            if op.kind is not OpClass.VIEW:
+                raise _StandsAgainstError from error
+        for value in op.reads:
+            self._lay_out(op, value, torch.contiguous_format)
+        return run()
+
+    def _changed(self, value: int) -> bool:
+        return bool(self.graph.values[value].stride != self.editor.original.values[value].stride)
+
+    def _lay_out(self, op: Op, number: int, layout: torch.memory_format) -> None:
+        """Have an operator read a value in a layout: as it is, or a copy."""
+        if self.fake[number].is_contiguous(memory_format=layout):
+            return
+        key = (number, op.forward, layout)
+        if key not in self.copies:
+            self.copies[key] = self._copy(op, number, layout)
+        self.editor.read_instead(op, number, self.copies[key])
+
+    def _copy(self, op: Op, number: int, layout: torch.memory_format) -> int:
+        value = self.graph.values[number]
+        assert value.dtype is not None
+        copy = self.editor.op_before(
+            op, f"{value.name}_copy", aten.clone.default, (Ref(number),), {"memory_format": layout}
+        )
+        made = self.editor.result(copy, value.shape, value.dtype, device_of(self.graph, number))
+        with self.mode:
+            self.fake[made] = self.fake[number].clone(memory_format=layout)
+        self.graph.values[made].stride = tuple(self.fake[made].stride())
+        return made
+
+    def _put_back(self) -> None:
+        """Outputs and gradients leave as they did before."""
+        for leaving in (self.graph.outputs, self.graph.gradients):
+            for position, number in enumerate(leaving):
+                if number is None or not self._changed(number):
+                    continue
+                value, maker = self.graph.values[number], self.graph.producer(number)
+                if maker is None or not is_contiguous(self.editor.original.values[number]):
+                    raise _StandsAgainstError
+                assert value.dtype is not None
+                dense = {"memory_format": torch.contiguous_format}
+                copy = self.editor.op_after(maker, f"{value.name}_back", aten.clone.default, (Ref(number),), dense)
+                made = self.editor.result(copy, value.shape, value.dtype, device_of(self.graph, number))
+                leaving[position] = made
+                self.graph.returned = [made if held == number else held for held in self.graph.returned]
+
+
+def _shape(graph: Graph, op: Op) -> ConvolutionShape | None:
+    """What a convolution's time depends on; None for those that this pass leaves alone."""
+    source, weight, _, stride, padding, dilation, transposed, _, groups = op.args
+    source, weight = graph.values[source.value], graph.values[weight.value]
+    if transposed or len(source.shape) != 4 or device_of(graph, source.id) != "cpu" or source.dtype is None:
+        return None
+    settings = (tuple(stride), tuple(padding), tuple(dilation))
+    return ConvolutionShape(source.shape, weight.shape, *settings, groups, source.dtype)
+
+
+def has_channels_last(value: Value) -> bool:
+    """Is it stored so, and not also as a contiguous tensor would be?"""
+    if len(value.shape) != 4 or is_contiguous(value):
+        return False
+    return value.stride == channels_last_strides(value.shape)
+
+
+def channels_last_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    _, channels, height, width = shape
+    return (height * width * channels, 1, width * channels, channels)
