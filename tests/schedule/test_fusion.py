@@ -24,7 +24,7 @@ def schedule_of(function: Callable[..., Any], *args: Any) -> Schedule:
 
 
 def fused(function: Callable[..., Any], *args: Any) -> Schedule:
-    """The step in kernels, which replays to what is simulated. Its peak may be higher: to mend that is left to others."""
+    """The step in kernels, which replays to what is simulated. That may be more than before fusing."""
     together = fuse(schedule_of(function, *args))
     assert replay(together) == max(moment.peak for moment in simulate(together).moments if moment.phase != "end")
     return together
