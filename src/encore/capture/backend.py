@@ -1,11 +1,12 @@
 """What Dynamo calls with each graph it finds: trace the joint graph, plan it, hand back callables that run the plan.
 
-Passes, in order, each named and timed: capture (AOTAutograd's trace), facts, verify, plan, lower. One INFO line a
-graph on the logger `encore`; `ENCORE_LOG=1` shows it on stderr.
+Passes, in order, each named and timed: capture (AOTAutograd's trace) or capture of repeats, facts, verify, plan, lower.
+One INFO line a graph on the logger `encore`; `ENCORE_LOG=1` shows it on stderr.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -17,6 +18,8 @@ from typing import Any
 from torch import fx
 
 from encore.capture import torch_private
+from encore.capture.call_trace import NotRepeatableError
+from encore.capture.repeats import Repeats, trace_repeats
 from encore.capture.session import CapturedGraph, PlainGraph, Session
 from encore.graph import Graph, UnsupportedGraphError, build_graph, verify_graph
 from encore.lower import FusedPlan, Lowered, fuse_plan, kernel_store, lower
@@ -63,26 +66,40 @@ class _GraphCompilation:
         self.name = f"graph {len(session.graphs) + len(session.plain)}"
         self.captured: CapturedGraph | None = None
         self.lowered: Lowered | None = None
+        self.repeats: Repeats | None = None
         self.rewrites: tuple[str, ...] = ()
         self.seconds: dict[str, float] = {}
         self.started = time.perf_counter()
 
     def compile(self) -> Callable[..., Any]:
         try:
-            return torch_private.trace_joint(
-                self.module,
-                self.inputs,
-                partition=self.partition,
-                forward=self.forward_callable,
-                backward=self.backward_callable,
-            )
+            self.repeats = trace_repeats(self.module)
+            if self.repeats is not None:
+                with contextlib.suppress(NotRepeatableError):
+                    compiled = self._through_aot_autograd(self.repeats.edges)
+                    if self.captured is not None:
+                        return compiled
+                self.repeats = None
+            return self._through_aot_autograd(self.module)
         finally:  # PyTorch keeps the callbacks, and they this object; it must not keep the user's parameters
             self.inputs = ()
+            self.repeats = None
             self.module = fx.GraphModule({}, fx.Graph())
+
+    def _through_aot_autograd(self, module: fx.GraphModule) -> Callable[..., Any]:
+        return torch_private.trace_joint(
+            module,
+            self.inputs,
+            partition=self.partition,
+            forward=self.forward_callable,
+            backward=self.backward_callable,
+        )
 
     def partition(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan the joint graph; AOTAutograd gets a shell with the right inputs and outputs."""
-        self._lap("capture")
+        if self.repeats is not None:
+            joint = self.repeats.joint(joint)
+        self._lap("capture" if self.repeats is None else "capture of repeats")
         try:
             torch_private.refuse_checkpointed(joint)
             graph = build_graph(

@@ -21,17 +21,23 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._decomp import decomposition_table
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.collect_metadata_analysis import coerce_tangent_and_suggest_memory_format
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     PlainAOTInput,
     SavedForBackwardsAOTOutput,
     SavedForBackwardsNoVcCheckAOTOutput,
 )
+from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -152,6 +158,70 @@ def trace_joint(
     settings = functorch_config.patch(donated_buffer=False, enable_autograd_cache=False)
     with eager_operators(), settings, inductor_config.patch(fallback_random=True):
         return compiler(module, inputs)
+
+
+def trace_functional(
+    function: Callable[[list[Any]], list[Any]], tensors: Sequence[torch.Tensor], mode: FakeTensorMode
+) -> fx.Graph:
+    """The operators a function runs on fake tensors, writes to its own intermediates taken out: AOTAutograd's trace
+    without its opinions about inputs and outputs. To be called inside `eager_operators`."""
+    functionalized_here = torch._C.DispatchKeySet(DispatchKey.Functionalize)
+
+    def run(*given: torch.Tensor) -> list[Any]:
+        with torch._C._ExcludeDispatchKeyGuard(functionalized_here):
+            found = function([to_fun(tensor) for tensor in given])
+        return [from_fun(tensor) for tensor in found]
+
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with mode, enable_python_dispatcher(), FunctionalTensorMode(), one_thread, torch.enable_grad():
+        return make_fx(run, decomposition_table={}, _disable_torch_fn_metadata_mode=True)(*tensors).graph
+
+
+def last_traced_node() -> fx.Node:
+    """Inside `trace_functional`: the node made last."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    return next(iter(reversed(mode.tracer.graph.nodes)))
+
+
+def was_written(tensor: torch.Tensor) -> bool:
+    """Inside `trace_functional`: has the function written to this operand?"""
+    return has_data_mutation(tensor)
+
+
+def fake_window(
+    mode: FakeTensorMode,
+    storage: torch.UntypedStorage,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A fake tensor that looks at a given fake storage. To be called with real tensors."""
+    return FakeTensor(mode, torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, shape, stride), device)
+
+
+def casts_automatically() -> bool:
+    """Is any kind of autocast on?"""
+    return torch._C._is_any_autocast_enabled()
+
+
+def is_plain_fake(thing: Any) -> bool:
+    """A fake tensor that stands for a dense one of no special class."""
+    return type(thing) is FakeTensor and thing.layout is torch.strided
+
+
+def tangent_like(output: torch.Tensor) -> torch.Tensor:
+    """The fake gradient that AOTAutograd traces with for a fake output."""
+    with output.fake_mode:  # type: ignore[attr-defined]
+        return coerce_tangent_and_suggest_memory_format(output)[0]
+
+
+def graph_in_place_of(joint: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A module like the joint one with another graph; its code is never generated, since nobody runs it."""
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(joint, graph)
 
 
 def plain_partition(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -25,11 +25,11 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions, get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
-from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from encore.graph.values import map_refs
+from encore.lower.decompositions import decompositions
 from encore.schedule.kernel import Kernel, Operand, each_result
 
 
@@ -75,7 +75,7 @@ def module_source(kernel: Kernel) -> str:
     with tracing(TracingContext(mode)), _settings(), _no_functions_compiled():
         try:
             with mode:  # decompositions make constants: fake ones, please
-                traced = make_fx(_as_function(kernel), decomposition_table=select_decomp_table())(*operands)
+                traced = make_fx(_as_function(kernel), decomposition_table=decompositions())(*operands)
             _demand_layouts(traced, kernel, mode)
             compiled = compile_fx_inner(traced, operands, is_inference=True)
         except Exception as error:  # whatever it is, the kernel's operators run one by one

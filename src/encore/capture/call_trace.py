@@ -1,0 +1,208 @@
+"""One call as autograd sees it: the operators it runs, those of its vector-Jacobian product, and who gets a gradient.
+
+This is AOTAutograd's joint trace of a single call. Unlike AOTAutograd it takes views of operands for what they are, and
+it tells not the sum of an operand's gradients but every contribution, and when it arrives: autograd adds contributions
+of different calls up one by one, and floating-point sums depend on their order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from encore.capture import torch_private
+
+Call = Callable[[Sequence[torch.Tensor]], Any]
+"""Takes its tensor operands and returns tensors, in any nest of lists and tuples."""
+
+
+class NotRepeatableError(Exception):
+    """Something that does more than compute new tensors from its operands: it must be traced where it stands."""
+
+
+class Layout(NamedTuple):
+    """What an operator's choice of code may depend on."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    if tensor.dtype.is_complex or not {*map(type, shape), *map(type, stride)} <= {int}:
+        raise NotRepeatableError("it holds complex numbers or sizes that depend on data")
+    return Layout(shape, stride, tensor.dtype, tensor.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A tensor that a call returns."""
+
+    node: fx.Node
+    requires_grad: bool
+    is_view: bool
+    operand: int | None
+    """The operand it is, where a call returns one as it came (`contiguous`, `dropout` with p=0)."""
+    tangent: fx.Node | None
+    """Its gradient, where the product was traced with one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A contribution to the gradient of an operand."""
+
+    operand: int
+    gradient: fx.Node
+
+
+@dataclass(frozen=True, slots=True)
+class CallTrace:
+    """The operators of a call and of its product."""
+
+    operands: tuple[fx.Node, ...]
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node | Arrival, ...]
+    """As it happens."""
+    results: tuple[Result, ...]
+    nest: Any
+    """What the call returns, with the number of a result for every tensor."""
+
+
+def trace_call(
+    call: Call, operands: Sequence[torch.Tensor], mode: Any, tangents: Sequence[Layout | None] | None = None
+) -> CallTrace:
+    """Trace a call on operands of a fake mode, and its product for gradients of these layouts, one for each tensor it
+    returns (None: no gradient comes); without `tangents`, for gradients laid out like the results."""
+    watch = _Watch(call, tangents)
+    graph = torch_private.trace_functional(watch.run, operands, mode)
+    placeholders, end = graph.find_nodes(op="placeholder"), graph.output_node()
+    ran = [node for node in graph.nodes if node.op == "call_function"]
+    if len(ran) + len(placeholders) + 1 != len(graph.nodes):
+        raise NotRepeatableError("it holds tensors of its own")
+    place = {node: position for position, node in enumerate(graph.nodes)}
+    ran = [node for node in ran if not _only_detaches(node, end)]
+    ran = [node for node in reversed(ran) if not _adds_for_nobody(node)][::-1]
+    leaving = iter(pytree.arg_tree_leaves(*end.args))
+    results = [next(leaving) for _ in watch.results]
+    given = [next(leaving) if comes else None for comes in watch.gradient_comes]
+    happens: list[tuple[int, fx.Node | Arrival]]
+    happens = [(place[node], node) for node in ran if place[node] > place[watch.last_tangent]]
+    happens += [(place[last], Arrival(operand, next(leaving))) for last, operand in watch.arrivals]
+    happens.sort(key=lambda event: event[0])  # an arrival stays behind the operator that ran last before it
+    return CallTrace(
+        operands=tuple(placeholders),
+        forward=tuple(node for node in ran if place[node] <= place[watch.last_of_forward]),
+        backward=tuple(event for _, event in happens),
+        results=tuple(
+            Result(node, *facts, tangent) for node, facts, tangent in zip(results, watch.results, given, strict=True)
+        ),
+        nest=watch.nest,
+    )
+
+
+def _only_detaches(node: fx.Node, end: fx.Node) -> bool:
+    """Is this a detached name for a tensor that is saved? Then its readers read the tensor itself from now on."""
+    if node.target is not torch.ops.aten.detach.default or end in node.users:
+        return False
+    (saved,) = node.all_input_nodes
+    node.replace_all_uses_with(saved)
+    return True
+
+
+def _adds_for_nobody(node: fx.Node) -> bool:
+    """Is this the sum of an operand's gradients? Whoever pastes the call adds up its contributions with all others."""
+    if node.target is not torch.ops.aten.add.Tensor or node.users:
+        return False
+    node.graph.erase_node(node)
+    return True
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Runs the call and its product, noting what the traced graph alone does not tell."""
+
+    call: Call
+    layouts: Sequence[Layout | None] | None
+    nest: Any = None
+    results: list[tuple[bool, bool, int | None]] = field(default_factory=list)
+    gradient_comes: list[bool] = field(default_factory=list)
+    last_of_forward: Any = None
+    last_tangent: Any = None
+    arrivals: list[tuple[fx.Node, int]] = field(default_factory=list)
+    contributions: list[torch.Tensor] = field(default_factory=list)
+
+    def run(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+        returned, structure = pytree.tree_flatten(self.call(operands))
+        results = list({id(leaf): leaf for leaf in returned if leaf is not None}.values())
+        if not results or not all(isinstance(result, torch.Tensor) for result in results):
+            raise NotRepeatableError("it returns something else than tensors")
+        if any(torch_private.was_written(operand) for operand in operands):
+            raise NotRepeatableError("it writes to an operand")
+        numbers = {id(result): number for number, result in enumerate(results)}
+        self.nest = pytree.tree_unflatten([numbers.get(id(leaf)) for leaf in returned], structure)
+        positions = {id(operand): position for position, operand in enumerate(operands)}
+        self.results = [
+            (result.requires_grad, result._base is not None, positions.get(id(result))) for result in results
+        ]
+        self.last_of_forward = torch_private.last_traced_node()
+        layouts = self.layouts or [_like(result) for result in results]
+        self.gradient_comes = [layout is not None for layout in layouts]
+        tangents = [_empty(layout) for layout in layouts if layout is not None]
+        self.last_tangent = torch_private.last_traced_node()
+        self._differentiate(list(itertools.compress(results, self.gradient_comes)), operands, tangents)
+        return [*results, *tangents, *self.contributions]
+
+    def _differentiate(
+        self, ends: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+    ) -> None:
+        wanted = {
+            torch.autograd.graph.get_gradient_edge(operand).node: position
+            for position, operand in enumerate(operands)
+            if operand.requires_grad
+        }
+        if not (ends and wanted):
+            return
+        for node in _reachable(ends):
+            targets = [wanted.get(source) for source, _ in node.next_functions]
+            if any(target is not None for target in targets):
+                node.register_hook(self._noting(targets))
+        sources = [operand for operand in operands if operand.requires_grad]
+        torch.autograd.grad(ends, sources, tangents, allow_unused=True)
+
+    def _noting(self, targets: Sequence[int | None]) -> Callable[[Any, Any], None]:
+        def note(gradients: Sequence[torch.Tensor | None], _: Any) -> None:
+            for target, gradient in zip(targets, gradients, strict=True):
+                if target is not None and gradient is not None:
+                    self.arrivals.append((torch_private.last_traced_node(), target))
+                    self.contributions.append(gradient)
+
+        return note
+
+
+def _reachable(results: Sequence[torch.Tensor]) -> list[Any]:
+    """Autograd's nodes behind the results."""
+    found: dict[Any, None] = dict.fromkeys(result.grad_fn for result in results if result.grad_fn is not None)
+    pending = list(found)
+    while pending:
+        for source, _ in pending.pop().next_functions:
+            if source is not None and source not in found:
+                found[source] = None
+                pending.append(source)
+    return list(found)
+
+
+def _like(result: torch.Tensor) -> Layout | None:
+    """The gradient to expect for a result; an operand that is returned as it came is a leaf here and needs none."""
+    return layout_of(result) if result.grad_fn is not None else None
+
+
+def _empty(layout: Layout) -> torch.Tensor:
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)

@@ -1,0 +1,103 @@
+"""What makes two calls alike, and what it takes to paste a traced call where others like it stand."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from encore.capture.call_trace import Arrival, CallTrace, Layout, NotRepeatableError, layout_of
+from encore.graph import OpClass, classify
+
+
+def frozen(argument: Any) -> Hashable:
+    """Equal for arguments that a call cannot tell apart. `1`, `1.0` and `True` are equal in Python only."""
+    if isinstance(argument, fx.Node):
+        return frozen(argument.meta.get("example_value"))
+    if isinstance(argument, torch.Tensor):
+        return (layout_of(argument), argument.requires_grad)
+    if isinstance(argument, tuple | list):
+        return (type(argument), *(frozen(item) for item in argument))
+    if isinstance(argument, dict):
+        return tuple((key, frozen(item)) for key, item in argument.items())
+    if isinstance(argument, slice):
+        return (slice, frozen(argument.start), frozen(argument.stop), frozen(argument.step))
+    if isinstance(argument, float):
+        return (float, repr(argument))
+    if not isinstance(argument, Hashable) or isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise NotRepeatableError(f"it takes a {type(argument).__name__}")
+    return (type(argument), argument)
+
+
+class Window(NamedTuple):
+    """Where a traced tensor looks: at memory of its own, or at that of a tensor traced before it."""
+
+    home: fx.Node | None
+    position: int
+    """Which of several results of `home`."""
+    offset: int
+    """From the first element of that tensor."""
+    layout: Layout
+    bytes: int
+
+
+NEVER_PASTED = frozenset({OpClass.MUTATING, OpClass.COLLECTIVE})
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A traced call, ready to be pasted."""
+
+    trace: CallTrace
+    windows: dict[fx.Node, tuple[Window | None, ...]]
+    """For every node, by position of its results."""
+
+
+def template_of(trace: CallTrace) -> Template:
+    windows: dict[fx.Node, tuple[Window | None, ...]] = {}
+    homes: dict[int, tuple[fx.Node, int, int]] = {}
+    tangents = [result.tangent for result in trace.results if result.tangent is not None]
+    for node in (*trace.operands, *tangents, *trace.forward, *trace.backward):
+        if isinstance(node, Arrival):
+            continue
+        _refuse_what_depends_on_its_place(node)
+        windows[node] = tuple(
+            None if tensor is None else _window_of(node, position, tensor, homes)
+            for position, tensor in enumerate(tensors_of(node))
+        )
+    return Template(trace, windows)
+
+
+def _refuse_what_depends_on_its_place(node: fx.Node) -> None:
+    if node.op != "call_function" or node.target is operator.getitem:
+        return
+    if not isinstance(node.target, torch._ops.OpOverload) or classify(node.target) in NEVER_PASTED:
+        raise NotRepeatableError(f"{node.target} does more than compute")
+    if "as_strided" in node.target.overloadpacket.__name__:
+        raise NotRepeatableError(f"{node.target} counts from the beginning of a storage")
+
+
+def _window_of(node: fx.Node, position: int, tensor: Any, homes: dict[int, tuple[fx.Node, int, int]]) -> Window:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_neg():
+        raise NotRepeatableError(f"{node.target} gives something else than a plain tensor")
+    storage = tensor.untyped_storage()
+    offset = int(tensor.storage_offset())
+    home = homes.setdefault(storage._cdata, (node, position, offset))
+    is_first = home[:2] == (node, position)
+    return Window(
+        home=None if is_first else home[0],
+        position=home[1],
+        offset=offset if is_first else offset - home[2],
+        layout=layout_of(tensor),
+        bytes=storage.nbytes(),
+    )
+
+
+def tensors_of(node: fx.Node) -> tuple[Any, ...]:
+    """What a node returns, as a tuple."""
+    val = node.meta.get("val")
+    return tuple(val) if isinstance(val, tuple | list) else (val,)
