@@ -1,16 +1,19 @@
-"""One training step through Encore beside the same step in plain eager PyTorch, compared bit for bit.
+"""One training step through Encore beside the same step in plain eager PyTorch.
 
 Both sides start from equal parameters, inputs and random state. Compared are outputs (with their strides), gradients
-of parameters and inputs, buffers, inputs afterwards (they may be written to) and the state of the generator.
+of parameters and inputs, buffers, inputs afterwards (they may be written to) and the state of the generator. The eager
+lowering must give the same bits. The fused lowering must be as close to the step in float64 as eager is, where that
+step can be taken (nothing is drawn, nothing but parameters and arguments is read), and close to eager where it cannot.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -18,25 +21,77 @@ from torch.utils import _pytree as pytree
 import encore
 from encore.api import compiled_call
 from encore.capture import Session
+from encore.options import LOWERINGS
+from encore.schedule import replay
 
 Tensors = dict[str, torch.Tensor]
 SEED = 7
 
 
-def assert_matches_eager(model: Any, *args: Any, steps: int = 2, graphs: int | None = 1, **kwargs: Any) -> Any:
+def in_both_lowerings(argument: str, cases: Iterable[Any], fused: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test with cases and lowerings. Kernels take time to compile: `make test` has only some of the cases
+    in the fused lowering, `make test-all` every one."""
+    return pytest.mark.parametrize(
+        (argument, "lowering"),
+        [
+            pytest.param(case, lowering, marks=pytest.mark.slow if lowering == "fused" and case not in fused else ())
+            for case in cases
+            for lowering in LOWERINGS
+        ],
+    )
+
+
+def assert_matches_eager(
+    model: Any,
+    *args: Any,
+    lowering: str,
+    steps: int = 2,
+    graphs: int | None = 1,
+    narrow: torch.dtype | None = None,
+    **kwargs: Any,
+) -> Any:
     """Compile a copy of the model (or the function) and compare `steps` steps; the compiled copy is returned.
 
     `graphs` is how many graphs the model must be captured in, all of them planned; None where any number will do.
+    `narrow` is a type in which the model computes some of what it returns in a wider one.
     """
-    planned = encore.compile(copy.deepcopy(model) if isinstance(model, nn.Module) else model)
-    for _ in range(steps):
-        assert_same(run_step(planned, args, kwargs), run_step(model, args, kwargs))
+    truths = steps_in_double(model, args, kwargs, steps) if lowering == "fused" else [None] * steps
+    planned = encore.compile(copy.deepcopy(model) if isinstance(model, nn.Module) else model, lowering=lowering)
+    for truth in truths:
+        assert_same(run_step(planned, args, kwargs), run_step(model, args, kwargs), lowering, truth, narrow)
     session = session_of(planned)
     if graphs is not None:
         assert not session.plain, f"runs as plain PyTorch: {session.plain[0].reason}"
         assert len(session.graphs) == graphs, f"captured in {len(session.graphs)} graphs"
         assert session.forwards_run == steps * graphs, f"{session.forwards_run} planned forwards in {steps} steps"
+    assert_legal(session)
     return planned
+
+
+def assert_legal(session: Session) -> None:
+    """Every schedule that was made replays within its prediction, and fusing has not raised the peak."""
+    for graph in session.graphs:
+        predicted = graph.plan.timeline.step_peak
+        assert predicted <= graph.unplanned.timeline.step_peak
+        limit = predicted if graph.plan.timeline.outputs_outlive else None  # replay has the user hold them to the end
+        replay(graph.plan.schedule, limit=limit, workspace=session.workspaces)
+
+
+def steps_in_double(model: Any, args: Any, kwargs: Any, steps: int) -> list[Tensors | None]:
+    """What float64 makes of these steps; nothing for those of models that draw, or that hold numbers of their own."""
+    args, kwargs = pytree.tree_map_only(torch.Tensor, in_double, (args, kwargs))
+    twin = copy.deepcopy(model).double() if isinstance(model, nn.Module) else model
+    try:
+        found = [run_step(twin, args, kwargs) for _ in range(steps)]
+    except RuntimeError:  # a matrix product of two types: some tensor of the model stayed what it was
+        return [None] * steps
+    seeded = torch.Generator().manual_seed(SEED).get_state()
+    return [step if torch.equal(step["generator"], seeded) else None for step in found]
+
+
+def in_double(tensor: torch.Tensor) -> torch.Tensor:
+    wide = tensor.detach().to(torch.float64) if tensor.is_floating_point() else tensor.detach()
+    return wide.requires_grad_(tensor.requires_grad)
 
 
 def run_step(model: Callable[..., Any], args: Any = (), kwargs: Any = None, *, seed: int = SEED) -> Tensors:
@@ -86,15 +141,58 @@ def named_tensors(prefix: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from named_tensors(name, vars(leaf))
 
 
-def assert_same(planned: Tensors, eager: Tensors) -> None:
-    """Every tensor is there on both sides with the same type, shape, (for outputs) strides, and bits."""
+def assert_same(
+    planned: Tensors,
+    eager: Tensors,
+    lowering: str,
+    truth: Tensors | None = None,
+    narrow: torch.dtype | None = None,
+) -> None:
+    """Every tensor is there on both sides with the same type, shape, (for outputs) strides, and the numbers that the
+    lowering promises."""
     assert sorted(planned) == sorted(eager)
     for name, want in eager.items():
         have = planned[name]
         assert (have.dtype, have.shape) == (want.dtype, want.shape), name
         if name.startswith("output"):
             assert have.stride() == want.stride(), name
-        assert same_bits(have, want), name
+        if lowering == "eager" or not have.is_floating_point():
+            assert same_bits(have, want), name
+        elif truth is None or truth[name].dtype != torch.float64:
+            assert_close(have, want, ROUNDING[narrow or want.dtype], name)
+        else:
+            assert_as_close(have, want, truth[name], ROUNDING[narrow or want.dtype], name)
+
+
+def assert_verified(model: Any, *args: Any) -> None:
+    """`encore.verify` finds what the model's lowering promises."""
+    exact = session_of(model).options.lowering == "eager"
+    tolerance = {} if exact else {"rtol": 1e-5, "atol": 1e-5}
+    assert encore.verify(model, *args, **tolerance).bit_equal or not exact
+
+
+ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 2e-6, torch.float64: 4e-15}
+"""What a handful of operators may round away, as a share of a tensor's largest number."""
+
+
+def assert_close(have: torch.Tensor, want: torch.Tensor, rounding: float, name: str = "") -> None:
+    """Equal but for rounding, which both may have done, each in its own direction and in more than one place."""
+    assert torch.equal(have.isnan(), want.isnan()), name
+    assert largest(have.double().sub(want)) <= 5 * rounding * (largest(want) + 0.1), name
+
+
+def assert_as_close(
+    have: torch.Tensor, want: torch.Tensor, truth: torch.Tensor, rounding: float, name: str = ""
+) -> None:
+    """No further from float64 than half as much again as eager, or than rounding takes anybody."""
+    assert torch.equal(have.isnan(), want.isnan()), name
+    errors = [largest(found.double().sub(truth)) for found in (have, want)]
+    assert errors[0] <= 1.5 * errors[1] + rounding * (largest(truth) + 0.1), f"{name}: off by {errors}"
+
+
+def largest(tensor: torch.Tensor) -> float:
+    finite = tensor.detach()[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def same_bits(have: torch.Tensor, want: torch.Tensor) -> bool:

@@ -27,9 +27,9 @@ def drop_gradients(model: nn.Module, args: Sequence[Any] = ()) -> None:
             tensor.grad = None
 
 
-def captured(model: Callable[..., Any], *args: Any, **options: Any) -> CapturedGraph:
+def captured(model: Callable[..., Any], *args: Any, lowering: str = "eager", **options: Any) -> CapturedGraph:
     """The one graph of a training step, after that step has run."""
-    compiled = encore.compile(model, **options)
+    compiled = encore.compile(model, lowering=lowering, **options)
     train_step(compiled, *args)
     (graph,) = compiled_call(compiled).session.last_step
     return graph

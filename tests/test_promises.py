@@ -1,4 +1,5 @@
-"""The promises of the design, on real architectures: exact, predicted, no worse than eager, free where declined."""
+"""The promises of the design, on real architectures and in both lowerings: as exact as the lowering says, predicted,
+no worse than eager, free where declined."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 import encore
+from encore.schedule import Fused
 from encore.workloads import WORKLOADS
 from tiny_steps import tiny_step
 
@@ -15,38 +17,57 @@ every_workload = pytest.mark.parametrize("name", sorted(WORKLOADS))
 
 @every_workload
 def test_a_step_equals_eager_bit_for_bit(name: str) -> None:
-    verification = tiny_step(name).verification
+    verification = tiny_step(name, "eager").verification
     assert verification.bit_equal
     assert verification.largest_difference == 0.0
     assert verification.compared >= 10
 
 
 @every_workload
-def test_the_prediction_holds_and_is_within_one_percent(name: str) -> None:
-    step = tiny_step(name)
+def test_a_fused_step_is_as_close_to_float64_as_eager(name: str) -> None:
+    step = tiny_step(name, "fused")
+    assert len(step.errors) >= 10
+    far = {which: errors for which, errors in step.errors.items() if errors[0] > 1.5 * errors[1] + 1e-6}
+    assert not far
+    assert step.verification.compared >= 10
+
+
+@every_workload
+def test_the_prediction_holds_and_is_within_one_percent(name: str, lowering: str) -> None:
+    step = tiny_step(name, lowering)
     assert step.measured <= step.report.planned.step_peak <= 1.01 * step.measured
 
 
 @every_workload
-def test_keeping_everything_takes_no_more_than_eager(name: str) -> None:
-    step = tiny_step(name)
+def test_keeping_everything_takes_no_more_than_eager(name: str, lowering: str) -> None:
+    step = tiny_step(name, lowering)
     assert step.measured <= step.eager
 
 
 @every_workload
-def test_an_estimate_equals_the_report_once_workspaces_are_known(name: str) -> None:
-    step = tiny_step(name)
-    assert step.estimate.unplanned == step.report.unplanned
-    assert step.estimate.resident == step.report.resident
-    assert step.estimate.report.decisions == step.report.decisions
+def test_a_fused_step_takes_no_more_than_its_operators(name: str) -> None:
+    fused, eager = tiny_step(name, "fused"), tiny_step(name, "eager")
+    assert fused.report.planned.step_peak <= eager.report.planned.step_peak
+    assert fused.report.unplanned == eager.report.unplanned
+    assert any(isinstance(action, Fused) for action in fused.plan.schedule.forward)
 
 
 @every_workload
-def test_nothing_is_changed_where_nothing_is_asked(name: str) -> None:
-    step = tiny_step(name)
+def test_an_estimate_equals_the_report_once_workspaces_are_known(name: str, lowering: str) -> None:
+    step = tiny_step(name, lowering)
+    assert step.estimate.unplanned == step.report.unplanned
+    assert step.estimate.resident == step.report.resident
+    if step.estimate.report.lowering == lowering:
+        assert step.estimate.report.planned == step.report.planned
+        assert step.estimate.report.decisions == step.report.decisions
+
+
+@every_workload
+def test_nothing_is_changed_where_nothing_is_asked(name: str, lowering: str) -> None:
+    step = tiny_step(name, lowering)
     assert step.plan.name == "keep everything"
     assert step.report.planned.overhead == 0.0
-    assert step.report.planned == step.report.unplanned
+    assert step.report.planned == step.report.unplanned or lowering == "fused"
     assert {row.action for row in step.report.decisions} == {"keep"}
 
 

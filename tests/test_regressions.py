@@ -14,10 +14,11 @@ import torch.utils.checkpoint
 from torch import nn
 
 import encore
+from against_eager import assert_same, assert_verified
 
 
-def predicted_and_measured(model: nn.Module, x: torch.Tensor) -> tuple[int, int]:
-    encore.compile(model)
+def predicted_and_measured(model: nn.Module, x: torch.Tensor, lowering: str) -> tuple[int, int]:
+    encore.compile(model, lowering=lowering)
 
     def step() -> None:
         output = model(x)
@@ -31,7 +32,7 @@ def predicted_and_measured(model: nn.Module, x: torch.Tensor) -> tuple[int, int]
     return encore.report(model).planned.step_peak, measured
 
 
-def test_the_copy_of_an_inputs_gradient_in_another_layout_is_predicted() -> None:
+def test_the_copy_of_an_inputs_gradient_in_another_layout_is_predicted(lowering: str) -> None:
     """Autograd copies the gradient of any leaf whose strides differ from the leaf's, not only a parameter's."""
 
     class Turned(nn.Module):
@@ -42,11 +43,11 @@ def test_the_copy_of_an_inputs_gradient_in_another_layout_is_predicted() -> None
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x.transpose(1, 2))
 
-    predicted, measured = predicted_and_measured(Turned(), torch.randn(4, 64, 32, requires_grad=True))
+    predicted, measured = predicted_and_measured(Turned(), torch.randn(4, 64, 32, requires_grad=True), lowering)
     assert measured <= predicted <= 1.01 * measured
 
 
-def test_batch_norm_of_a_transposed_value_between_two_linear_layers_runs() -> None:
+def test_batch_norm_of_a_transposed_value_between_two_linear_layers_runs(lowering: str) -> None:
     """The fake kernel of batch norm keeps its input's strides, the real one returns a contiguous result."""
 
     class Normed(nn.Module):
@@ -58,7 +59,7 @@ def test_batch_norm_of_a_transposed_value_between_two_linear_layers_runs() -> No
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
-    assert encore.verify(encore.compile(Normed()), torch.randn(3, 5, 8)).bit_equal
+    assert_verified(encore.compile(Normed(), lowering=lowering), torch.randn(3, 5, 8))
 
 
 # -- what a review has found -----------------------------------------------------------------------------------------
@@ -76,12 +77,12 @@ class DrawsInBackward(torch.autograd.Function):
         return gradient * torch.rand_like(gradient) + torch.rand(4, 8)
 
 
-def test_draws_in_backward_keep_their_order() -> None:
-    @encore.compile
+def test_draws_in_backward_keep_their_order(lowering: str) -> None:
+    @encore.compile(lowering=lowering)
     def function(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(DrawsInBackward.apply(x), 0.5)
 
-    assert encore.verify(function, torch.randn(4, 8, requires_grad=True)).bit_equal
+    assert_verified(function, torch.randn(4, 8, requires_grad=True))
 
 
 class SavesAProduct(torch.autograd.Function):
@@ -98,7 +99,7 @@ class SavesAProduct(torch.autograd.Function):
         return gradient * doubled, None
 
 
-def test_what_a_function_computes_for_its_backward_is_computed_before_a_buffer_changes() -> None:
+def test_what_a_function_computes_for_its_backward_is_computed_before_a_buffer_changes(lowering: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -110,7 +111,7 @@ def test_what_a_function_computes_for_its_backward_is_computed_before_a_buffer_c
             self.scale.add_(1)  # type: ignore[operator]
             return result
 
-    assert encore.verify(encore.compile(Model()), torch.randn(2, 3)).bit_equal
+    assert_verified(encore.compile(Model(), lowering=lowering), torch.randn(2, 3))
 
 
 SELF_SCATTERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -122,18 +123,18 @@ SELF_SCATTERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 
 
 @pytest.mark.parametrize("scatter", SELF_SCATTERS)
-def test_a_tensor_scattered_into_itself(scatter: str) -> None:
+def test_a_tensor_scattered_into_itself(scatter: str, lowering: str) -> None:
     order = torch.tensor([2, 0, 3, 1])
 
-    @encore.compile
+    @encore.compile(lowering=lowering)
     def function(x: torch.Tensor) -> torch.Tensor:
         return SELF_SCATTERS[scatter]((x * 2).add(1), order).sin()
 
-    assert encore.verify(function, torch.randn(4, 4, requires_grad=True)).bit_equal
+    assert_verified(function, torch.randn(4, 4, requires_grad=True))
 
 
-def test_a_compiled_model_can_be_collected() -> None:
-    model = encore.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+def test_a_compiled_model_can_be_collected(lowering: str) -> None:
+    model = encore.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), lowering=lowering)
     model(torch.randn(2, 4)).sum().backward()
     weight = weakref.ref(model[0].weight)
     del model
@@ -142,8 +143,8 @@ def test_a_compiled_model_can_be_collected() -> None:
     assert weight() is None
 
 
-def test_a_users_profiler_is_left_running() -> None:
-    model = encore.compile(nn.Sequential(nn.Conv1d(2, 3, 3), nn.Tanh()))
+def test_a_users_profiler_is_left_running(lowering: str) -> None:
+    model = encore.compile(nn.Sequential(nn.Conv1d(2, 3, 3), nn.Tanh()), lowering=lowering)
     with torch.profiler.profile() as profile:
         model(torch.randn(2, 2, 9)).sum().backward()
     assert any(event.key == "aten::tanh" for event in profile.key_averages())
@@ -151,8 +152,8 @@ def test_a_users_profiler_is_left_running() -> None:
         encore.measure(lambda: None)
 
 
-def test_calls_without_backward_do_not_add_up() -> None:
-    model, x = encore.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), torch.randn(8, 4)
+def test_calls_without_backward_do_not_add_up(lowering: str) -> None:
+    model, x = encore.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), lowering=lowering), torch.randn(8, 4)
     model(x).sum().backward()
     before = encore.report(model).planned.step_peak
     for _ in range(5):
@@ -160,9 +161,9 @@ def test_calls_without_backward_do_not_add_up() -> None:
     assert encore.report(model).planned.step_peak == before
 
 
-def test_two_batch_sizes_through_torch_compile_are_two_steps() -> None:
+def test_two_batch_sizes_through_torch_compile_are_two_steps(lowering: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    compiled = torch.compile(model, backend="encore")
+    compiled = torch.compile(model, backend="encore", options={"lowering": lowering})
     peaks = []
     for size in (8, 4):
         compiled(torch.randn(size, 4)).sum().backward()
@@ -171,7 +172,7 @@ def test_two_batch_sizes_through_torch_compile_are_two_steps() -> None:
     assert len(encore.report(compiled).graphs) == 1
 
 
-def test_checkpoints_are_left_to_pytorch_with_a_warning() -> None:
+def test_checkpoints_are_left_to_pytorch_with_a_warning(lowering: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -184,7 +185,7 @@ def test_checkpoints_are_left_to_pytorch_with_a_warning() -> None:
                 x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
             return x
 
-    model, x = encore.compile(Model()), torch.randn(64, 32)
+    model, x = encore.compile(Model(), lowering=lowering), torch.randn(64, 32)
     with pytest.warns(UserWarning, match=r"torch\.utils\.checkpoint"):
         model(x).sum().backward()
     model.zero_grad()
@@ -194,18 +195,19 @@ def test_checkpoints_are_left_to_pytorch_with_a_warning() -> None:
     assert planned <= 1.5 * plain
 
 
-def test_a_method_can_be_compiled() -> None:
+def test_a_method_can_be_compiled(lowering: str) -> None:
     class Trainer:
         def __init__(self) -> None:
             self.scale = 3.0
 
-        @encore.compile
+        @encore.compile(lowering=lowering)
         def loss(self, x: torch.Tensor) -> torch.Tensor:
             return (x * self.scale).sin().sum()
 
     x = torch.randn(4, requires_grad=True)
     Trainer().loss(x).backward()
-    assert torch.equal(x.grad, torch.autograd.grad((x * 3.0).sin().sum(), x)[0])  # type: ignore[arg-type]
+    assert x.grad is not None
+    assert_same({"x": x.grad}, {"x": torch.autograd.grad((x * 3.0).sin().sum(), x)[0]}, lowering)
 
 
 def test_an_estimate_copies_no_tensor_and_refuses_what_cannot_be_copied() -> None:
@@ -230,7 +232,7 @@ def test_an_estimate_copies_no_tensor_and_refuses_what_cannot_be_copied() -> Non
         encore.estimate(Locked(), torch.randn(2, 4))
 
 
-def test_verify_takes_expanded_buffers_and_sparse_gradients() -> None:
+def test_verify_takes_expanded_buffers_and_sparse_gradients(lowering: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -240,13 +242,13 @@ def test_verify_takes_expanded_buffers_and_sparse_gradients() -> None:
         def forward(self, index: torch.Tensor) -> torch.Tensor:
             return self.embedding(index) * self.ones
 
-    assert encore.verify(encore.compile(Model()), torch.tensor([1, 3, 3])).bit_equal
+    assert_verified(encore.compile(Model(), lowering=lowering), torch.tensor([1, 3, 3]))
 
 
-def test_sizes_among_the_outputs_of_torch_compile() -> None:
+def test_sizes_among_the_outputs_of_torch_compile(lowering: str) -> None:
     """From the second shape on Dynamo makes sizes symbols, and they leave the graph as outputs."""
 
-    @torch.compile(backend="encore")
+    @torch.compile(backend="encore", options={"lowering": lowering})
     def function(x: torch.Tensor, weight: torch.Tensor, count: int) -> tuple[torch.Tensor, int, int, torch.Tensor]:
         return (x * weight * count).sin(), x.shape[0] * 2, count + 1, x.new_zeros(x.shape[0] + 1)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import encore
-from against_eager import assert_matches_eager, assert_same, run_step
+from against_eager import assert_matches_eager, assert_same, in_both_lowerings, run_step
 
 
 class Inside(nn.Module):
@@ -69,41 +69,43 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("leaf", [False, True], ids=["input without gradient", "input with gradient"])
-@pytest.mark.parametrize("model", MODELS)
-def test_autocast_inside(model: str, leaf: bool) -> None:
+@in_both_lowerings("model", MODELS, ["norms", "attention", "a layer used again"])
+def test_autocast_inside(model: str, leaf: bool, lowering: str) -> None:
     make, shape = MODELS[model]
-    assert_matches_eager(Inside(make()), torch.randn(shape, requires_grad=leaf))
+    assert_matches_eager(
+        Inside(make()), torch.randn(shape, requires_grad=leaf), lowering=lowering, narrow=torch.bfloat16
+    )
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_autocast_around(model: str) -> None:
+@in_both_lowerings("model", MODELS, ["norms", "dropout"])
+def test_autocast_around(model: str, lowering: str) -> None:
     make, shape = MODELS[model]
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        assert_matches_eager(make(), torch.randn(shape))
+        assert_matches_eager(make(), torch.randn(shape), lowering=lowering, narrow=torch.bfloat16)
 
 
-def test_gradients_of_a_layer_used_again_are_closer_to_the_truth_than_with_eagers_cache() -> None:
+def test_gradients_of_a_layer_used_again_are_closer_to_the_truth_than_with_eagers_cache(lowering: str) -> None:
     eager, x = Again(), torch.randn(64, 6)
-    planned = encore.compile(copy.deepcopy(eager))
+    planned = encore.compile(copy.deepcopy(eager), lowering=lowering)
     truth = run_step(eager, (x,))["gradient of layer.weight"]
     with torch.autocast("cpu", torch.bfloat16):
         errors = [(run_step(model, (x,))["gradient of layer.weight"] - truth).norm() for model in (planned, eager)]
     assert errors[0] <= errors[1]
 
 
-def test_with_autocast_and_without_it_are_two_variants() -> None:
+def test_with_autocast_and_without_it_are_two_variants(lowering: str) -> None:
     eager = nn.Sequential(nn.Linear(6, 4), nn.Tanh())
     x = torch.randn(5, 6)
     expected = {}
     for low in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             expected[low] = run_step(eager, (x,))
-    planned = encore.compile(eager)
+    planned = encore.compile(eager, lowering=lowering)
     for low in (False, True, False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
-            assert_same(run_step(planned, (x,)), expected[low])
+            assert_same(run_step(planned, (x,)), expected[low], lowering, narrow=torch.bfloat16 if low else None)
 
 
-def test_a_model_in_bfloat16() -> None:
+def test_a_model_in_bfloat16(lowering: str) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2)).bfloat16()
-    assert_matches_eager(model, torch.randn(5, 6).bfloat16())
+    assert_matches_eager(model, torch.randn(5, 6).bfloat16(), lowering=lowering)

@@ -31,10 +31,10 @@ class Net(nn.Module):
         return self.out(F.dropout(hidden, 0.2))
 
 
-def pair() -> tuple[Net, Net]:
+def pair(lowering: str) -> tuple[Net, Net]:
     """A compiled model and its equal in eager."""
     eager = Net()
-    return encore.compile(copy.deepcopy(eager)), eager
+    return encore.compile(copy.deepcopy(eager), lowering=lowering), eager
 
 
 def words(seed: int = 0, rows: int = 6) -> Tensor:
@@ -49,7 +49,7 @@ def both(models: tuple[Net, Net], action: Callable[[Net], Any]) -> Any:
         result = action(model)
         tensors = gradients(model) | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
         found.append((result, tensors | {"generator": torch.get_rng_state()}))
-    assert_same(found[0][1], found[1][1])
+    assert_same(found[0][1], found[1][1], session_of(models[0]).options.lowering)
     assert session_of(models[0]).forwards_run > 0
     return found[0][0]
 
@@ -61,42 +61,42 @@ def loss_of(model: Net, seed: int = 0, rows: int = 6) -> Tensor:
 # -- orders ----------------------------------------------------------------------------------------------------------
 
 
-def test_gradients_accumulate_over_micro_batches() -> None:
+def test_gradients_accumulate_over_micro_batches(lowering: str) -> None:
     def accumulate(model: Net) -> None:
         for micro_batch in range(3):
             (loss_of(model, micro_batch) / 3).backward()
 
-    both(pair(), accumulate)
+    both(pair(lowering), accumulate)
 
 
-def test_backward_twice_through_a_retained_graph() -> None:
+def test_backward_twice_through_a_retained_graph(lowering: str) -> None:
     def twice(model: Net) -> None:
         loss = loss_of(model)
         loss.backward(retain_graph=True)
         loss.backward()
 
-    both(pair(), twice)
+    both(pair(lowering), twice)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_several_forwards_before_their_backwards(order: tuple[int, ...]) -> None:
+def test_several_forwards_before_their_backwards(order: tuple[int, ...], lowering: str) -> None:
     def run(model: Net) -> None:
         losses = [loss_of(model, seed, rows) for seed, rows in ((0, 6), (1, 6), (2, 4))]
         for index in order:
             losses[index].backward()
 
-    both(pair(), run)
+    both(pair(lowering), run)
 
 
-def test_one_backward_through_several_forwards() -> None:
-    both(pair(), lambda model: (loss_of(model, 0) * loss_of(model, 1) + loss_of(model, 2)).backward())
+def test_one_backward_through_several_forwards(lowering: str) -> None:
+    both(pair(lowering), lambda model: (loss_of(model, 0) * loss_of(model, 1) + loss_of(model, 2)).backward())
 
 
-def test_the_output_of_one_call_feeds_the_next() -> None:
+def test_the_output_of_one_call_feeds_the_next(lowering: str) -> None:
     def function(x: Tensor, weight: Tensor) -> Tensor:
         return (x @ weight).tanh()
 
-    planned = encore.compile(function)
+    planned = encore.compile(function, lowering=lowering)
     found = []
     for call in (planned, function):
         torch.manual_seed(0)
@@ -106,11 +106,12 @@ def test_the_output_of_one_call_feeds_the_next() -> None:
             y = call(y, weight)
         backward([y])
         found.append((y, x.grad, weight.grad))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+    for ours, theirs in zip(*found, strict=True):
+        assert_same({"it": ours}, {"it": theirs}, lowering)
 
 
-def test_a_forward_that_is_dropped_leaves_nothing() -> None:
-    model, _ = pair()
+def test_a_forward_that_is_dropped_leaves_nothing(lowering: str) -> None:
+    model, _ = pair(lowering)
     loss_of(model).backward()
     model.zero_grad()
 
@@ -122,15 +123,15 @@ def test_a_forward_that_is_dropped_leaves_nothing() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_step_leaves_its_gradients_and_nothing_else() -> None:
-    model, _ = pair()
+def test_a_step_leaves_its_gradients_and_nothing_else(lowering: str) -> None:
+    model, _ = pair(lowering)
     loss_of(model).backward()
     model.zero_grad()
     left = encore.measure(lambda: loss_of(model).backward()).left
     assert left == sum(parameter.nbytes for parameter in model.parameters())
 
 
-def test_autograd_grad_and_frozen_parameters() -> None:
+def test_autograd_grad_and_frozen_parameters(lowering: str) -> None:
     def run(model: Net) -> tuple[Tensor, ...]:
         model.hidden.requires_grad_(False)
         found = torch.autograd.grad(loss_of(model), [model.embed.weight, model.out.bias])
@@ -141,11 +142,11 @@ def test_autograd_grad_and_frozen_parameters() -> None:
         assert model.hidden.weight.grad is not None
         return found
 
-    both(pair(), run)
+    both(pair(lowering), run)
 
 
-def test_double_backward_says_that_it_is_not_supported() -> None:
-    model, _ = pair()
+def test_double_backward_says_that_it_is_not_supported(lowering: str) -> None:
+    model, _ = pair(lowering)
     first = torch.autograd.grad(loss_of(model), model.hidden.weight, create_graph=True)[0]
     with pytest.raises(RuntimeError, match=r"(?i)double backward|twice differentiable"):
         first.square().sum().backward()
@@ -174,8 +175,8 @@ def in_thread(action: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("first", ["here", "there"])
-def test_compiled_in_one_thread_and_run_in_another(first: str) -> None:
-    models = pair()
+def test_compiled_in_one_thread_and_run_in_another(first: str, lowering: str) -> None:
+    models = pair(lowering)
     for where in (first, "there" if first == "here" else "here"):
         both(models, lambda model, call=loss_of, where=where: do(where, lambda: call(model).backward()))  # type: ignore[misc]
 
@@ -184,15 +185,15 @@ def do(where: str, action: Callable[[], Any]) -> Any:
     return action() if where == "here" else in_thread(action)
 
 
-def test_forward_here_and_backward_there() -> None:
+def test_forward_here_and_backward_there(lowering: str) -> None:
     def run(model: Net) -> None:
         loss = loss_of(model)
         in_thread(loss.backward)
 
-    both(pair(), run)
+    both(pair(lowering), run)
 
 
-def test_two_models_train_side_by_side() -> None:
+def test_two_models_train_side_by_side(lowering: str) -> None:
     def function(x: Tensor, weight: Tensor) -> Tensor:
         return (x @ weight).relu().square()
 
@@ -203,7 +204,7 @@ def test_two_models_train_side_by_side() -> None:
     barrier = threading.Barrier(2)
 
     def train(seed: int) -> None:
-        planned = encore.compile(function)
+        planned = encore.compile(function, lowering=lowering)
         barrier.wait(60)
         for _ in range(3):
             x, weight = expected[seed][0]
@@ -218,15 +219,15 @@ def test_two_models_train_side_by_side() -> None:
     for thread in threads:
         thread.join(120)
     for seed, (_, want) in expected.items():
-        assert torch.equal(found[seed][0], want["output"])
-        assert torch.equal(found[seed][1], want["gradient of input[0][1]"])  # type: ignore[arg-type]
+        have = {"output": found[seed][0], "gradient of input[0][1]": found[seed][1]}
+        assert_same(have, {name: want[name] for name in have}, lowering)
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_error_in_forward_leaks_nothing_and_the_next_step_works() -> None:
-    models = pair()
+def test_an_error_in_forward_leaks_nothing_and_the_next_step_works(lowering: str) -> None:
+    models = pair(lowering)
     both(models, lambda model: loss_of(model).backward())
     bad = torch.tensor([1, 2, 3, 4, 5, 99])
 
@@ -260,9 +261,9 @@ class Failing(torch.autograd.Function):
 
 @pytest.mark.parametrize("where", ["after the model", "parameter hook"])
 def test_an_error_in_backward_leaks_nothing_and_the_next_step_works(
-    where: str, monkeypatch: pytest.MonkeyPatch
+    where: str, monkeypatch: pytest.MonkeyPatch, lowering: str
 ) -> None:
-    models = pair()
+    models = pair(lowering)
 
     def hook(gradient: Tensor) -> None:
         if Failing.wanted:

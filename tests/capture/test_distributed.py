@@ -1,7 +1,11 @@
-"""Two processes on gloo: DistributedDataParallel around Encore and Encore around it give eager's gradients."""
+"""Two processes on gloo: DistributedDataParallel around Encore and Encore around it give eager's gradients.
+
+The processes share one folder of kernels and compile the same ones at the same time.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import traceback
 from datetime import timedelta
@@ -16,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import encore
+from against_eager import assert_same
+from encore.options import LOWERINGS
 
 RANKS = 2
 STEPS = 3
@@ -31,7 +37,7 @@ class Model(nn.Module):
         return self.layers(x).square().mean()
 
 
-def arranged(arrangement: str) -> tuple[nn.Module, nn.Module]:
+def arranged(arrangement: str, lowering: str) -> tuple[nn.Module, nn.Module]:
     """The module to call, and the one that was compiled."""
     torch.manual_seed(0)
     model = Model()
@@ -39,15 +45,15 @@ def arranged(arrangement: str) -> tuple[nn.Module, nn.Module]:
         return DistributedDataParallel(model), model
     if arrangement == "outside":
         whole = DistributedDataParallel(model)
-        return encore.compile(whole), whole
+        return encore.compile(whole, lowering=lowering), whole
     buckets = {"bucket_cap_mb": 1e-4} if arrangement == "small buckets" else {}
-    return DistributedDataParallel(encore.compile(model), **buckets), model  # type: ignore[arg-type]
+    return DistributedDataParallel(encore.compile(model, lowering=lowering), **buckets), model  # type: ignore[arg-type]
 
 
-def train(arrangement: str, rank: int) -> dict[str, Any]:
+def train(arrangement: str, lowering: str, rank: int) -> dict[str, Any]:
     """A few optimizer steps on this process's share of the data."""
     torch._dynamo.reset()
-    model, compiled = arranged(arrangement)
+    model, compiled = arranged(arrangement, lowering)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(100 + rank)
     torch.manual_seed(rank)
@@ -80,45 +86,53 @@ def work(rank: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
-    results: dict[str, Any] = {}
+    results: dict[Any, Any] = {}
     try:
-        for arrangement in ("eager", *ARRANGEMENTS):
+        for which in ("eager", *itertools.product(ARRANGEMENTS, LOWERINGS)):
+            arrangement, lowering = ("eager", "") if which == "eager" else which
             try:
-                results[arrangement] = train(arrangement, rank)
+                results[which] = train(arrangement, lowering, rank)
             except Exception:
-                results[arrangement] = {"error": traceback.format_exc()}
+                results[which] = {"error": traceback.format_exc()}
             torch.save(results, Path(folder) / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What each process found, by rank."""
     folder = tmp_path_factory.mktemp("processes")
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
-        patch.setenv("ENCORE_CACHE_DIR", str(folder / "cache"))
         mp.spawn(work, (str(folder),), nprocs=RANKS, join=True)  # type: ignore[attr-defined]
     return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 
+def numbered(name: str, tensors: list[Tensor]) -> dict[str, Tensor]:
+    return {f"{name} {number}": tensor for number, tensor in enumerate(tensors)}
+
+
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_a_process_trains_as_it_would_in_eager(trained: list[dict[str, Any]], arrangement: str, rank: int) -> None:
-    have, want = trained[rank][arrangement], trained[rank]["eager"]
+def test_a_process_trains_as_it_would_in_eager(
+    trained: list[dict[Any, Any]], arrangement: str, rank: int, lowering: str
+) -> None:
+    have, want = trained[rank][arrangement, lowering], trained[rank]["eager"]
     assert "error" not in have, have["error"]
     for part in ("losses", "parameters", "buffers"):
-        assert all(torch.equal(a, b) for a, b in zip(have[part], want[part], strict=True)), part
+        assert_same(numbered(part, have[part]), numbered(part, want[part]), lowering)
     for step, (ours, theirs) in enumerate(zip(have["gradients"], want["gradients"], strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), f"gradients of step {step}"
+        assert_same(numbered(f"step {step}", ours), numbered(f"step {step}", theirs), lowering)
     assert torch.equal(have["generator"], want["generator"])
     assert have["planned operators"] > 10
     assert have["plain"] == []
 
 
-def test_the_processes_agree_and_saw_different_data(trained: list[dict[str, Any]]) -> None:
+def test_the_processes_agree_and_saw_different_data(trained: list[dict[Any, Any]]) -> None:
     first, second = (results["eager"] for results in trained)
     assert all(torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True))
     assert not torch.equal(first["losses"][0], second["losses"][0])

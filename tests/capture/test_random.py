@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import encore
-from against_eager import assert_matches_eager, assert_same, run_step
+from against_eager import assert_matches_eager, assert_same, in_both_lowerings, run_step
 
 # Dynamo looks at `.grad` of what `random_` writes to.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -77,96 +77,100 @@ def matrix(*shape: int) -> Tensor:
 
 
 @every_layout
-@pytest.mark.parametrize("draw", DRAWS)
-def test_a_draw_is_the_one_eager_makes(draw: str, layout: str) -> None:
+@in_both_lowerings("draw", DRAWS, ["randn_like", "bernoulli of probabilities", "normal_"])
+def test_a_draw_is_the_one_eager_makes(draw: str, layout: str, lowering: str) -> None:
     def function(x: Tensor) -> Tensor:
         x = LAYOUTS[layout](x)
         return x * DRAWS[draw](x)
 
-    assert_matches_eager(function, matrix(), graphs=None if draw in BREAKS else 1)
+    assert_matches_eager(function, matrix(), graphs=None if draw in BREAKS else 1, lowering=lowering)
 
 
 @every_layout
-@pytest.mark.parametrize("mask", MASKS)
-def test_a_mask_is_the_one_eager_makes(mask: str, layout: str) -> None:
+@in_both_lowerings("mask", MASKS, ["dropout", "dropout in place", "gumbel_softmax"])
+def test_a_mask_is_the_one_eager_makes(mask: str, layout: str, lowering: str) -> None:
     def function(x: Tensor) -> Tensor:
         return MASKS[mask](LAYOUTS[layout](x)).sin()
 
-    assert_matches_eager(function, matrix())
+    assert_matches_eager(function, matrix(), lowering=lowering)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(
     "layer", [nn.Dropout(0.3), nn.Dropout2d(0.3), nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.3)]
 )
-def test_dropout_layers_behind_a_convolution(layer: nn.Module, memory_format: torch.memory_format) -> None:
+def test_dropout_layers_behind_a_convolution(
+    layer: nn.Module, memory_format: torch.memory_format, lowering: str
+) -> None:
     model = nn.Sequential(nn.Conv2d(2, 3, 3), layer, nn.Conv2d(3, 1, 2))
-    assert_matches_eager(model, torch.randn(2, 2, 6, 6).to(memory_format=memory_format))
+    assert_matches_eager(model, torch.randn(2, 2, 6, 6).to(memory_format=memory_format), lowering=lowering)
 
 
-def test_dropout3d() -> None:
-    assert_matches_eager(nn.Sequential(nn.Conv3d(1, 2, 2), nn.Dropout3d(0.5)), torch.randn(2, 1, 3, 3, 3))
+def test_dropout3d(lowering: str) -> None:
+    assert_matches_eager(
+        nn.Sequential(nn.Conv3d(1, 2, 2), nn.Dropout3d(0.5)), torch.randn(2, 1, 3, 3, 3), lowering=lowering
+    )
 
 
-def test_dropout_written_into_an_input_that_lives_on() -> None:
+def test_dropout_written_into_an_input_that_lives_on(lowering: str) -> None:
     def function(x: Tensor, weight: Tensor) -> Tensor:
         y = x * weight
         F.dropout(y, 0.5, inplace=True)
         return y + x
 
-    assert_matches_eager(function, matrix(), matrix())
+    assert_matches_eager(function, matrix(), matrix(), lowering=lowering)
 
 
-def test_noise_that_nobody_reads_is_still_drawn() -> None:
+def test_noise_that_nobody_reads_is_still_drawn(lowering: str) -> None:
     def function(x: Tensor) -> Tensor:
         torch.rand(3)
         return F.dropout(x, 0.5)
 
-    assert_matches_eager(function, matrix())
+    assert_matches_eager(function, matrix(), lowering=lowering)
 
 
-def test_several_draws_keep_their_order() -> None:
+def test_several_draws_keep_their_order(lowering: str) -> None:
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         mask = torch.bernoulli(x.sigmoid())
         noise = torch.randn_like(x)
         return F.dropout(x * noise, 0.5), x * mask + torch.rand(x.shape)
 
-    assert_matches_eager(function, matrix())
+    assert_matches_eager(function, matrix(), lowering=lowering)
 
 
-def test_dropout_inside_attention() -> None:
+def test_dropout_inside_attention(lowering: str) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
 
-    assert_matches_eager(function, *(matrix(2, 2, 5, 4) for _ in range(3)))
+    assert_matches_eager(function, *(matrix(2, 2, 5, 4) for _ in range(3)), lowering=lowering)
 
 
-def test_a_generator_of_the_users_own() -> None:
+def test_a_generator_of_the_users_own(lowering: str) -> None:
     generator = torch.Generator()
 
     def function(x: Tensor) -> Tensor:
         return x * torch.rand(x.shape, generator=generator) + torch.rand_like(x)
 
-    planned = encore.compile(function)
+    planned = encore.compile(function, lowering=lowering)
     x = matrix()
     for _ in range(2):
         generator.manual_seed(3)
         have, state = run_step(planned, (x,)), generator.get_state()
         generator.manual_seed(3)
-        assert_same(have, run_step(function, (x,)))
+        assert_same(have, run_step(function, (x,)), lowering)
         assert torch.equal(state, generator.get_state())
 
 
-def test_each_step_draws_a_new_mask() -> None:
-    planned = encore.compile(nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5)))
+def test_each_step_draws_a_new_mask(lowering: str) -> None:
+    planned = encore.compile(nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5)), lowering=lowering)
     x = torch.randn(4, 8)
     assert not torch.equal(planned(x) == 0, planned(x) == 0)
 
 
-def test_compiling_leaves_the_generator_alone() -> None:
+def test_compiling_leaves_the_generator_alone(lowering: str) -> None:
     model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 4), nn.LSTM(4, 3))
     x = torch.randn(5, 2, 6, 6)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    encore.compile(model)(x)[0].sum().backward()
+    encore.compile(model, lowering=lowering)(x)[0].sum().backward()
     assert torch.equal(torch.get_rng_state(), before)

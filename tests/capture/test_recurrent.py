@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import encore
-from against_eager import assert_matches_eager, assert_same, gradients, run_step
+from against_eager import assert_matches_eager, assert_same, gradients, in_both_lowerings, run_step
 
 # Dynamo looks at `.grad` of what crosses a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -30,44 +30,46 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @every_kind
-@pytest.mark.parametrize("options", OPTIONS)
-def test_a_recurrent_layer(kind: str, options: str) -> None:
-    assert_matches_eager(KINDS[kind](4, 3, **OPTIONS[options]), torch.randn(5, 2, 4, requires_grad=True))
+@in_both_lowerings("options", OPTIONS, ["one layer", "all at once"])
+def test_a_recurrent_layer(kind: str, options: str, lowering: str) -> None:
+    assert_matches_eager(
+        KINDS[kind](4, 3, **OPTIONS[options]), torch.randn(5, 2, 4, requires_grad=True), lowering=lowering
+    )
 
 
-def test_a_relu_rnn() -> None:
-    assert_matches_eager(nn.RNN(4, 3, nonlinearity="relu"), torch.randn(5, 2, 4, requires_grad=True))
+def test_a_relu_rnn(lowering: str) -> None:
+    assert_matches_eager(nn.RNN(4, 3, nonlinearity="relu"), torch.randn(5, 2, 4, requires_grad=True), lowering=lowering)
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
-def test_an_lstm_with_projections() -> None:
-    assert_matches_eager(nn.LSTM(4, 6, proj_size=3), torch.randn(5, 2, 4, requires_grad=True))
+def test_an_lstm_with_projections(lowering: str) -> None:
+    assert_matches_eager(nn.LSTM(4, 6, proj_size=3), torch.randn(5, 2, 4, requires_grad=True), lowering=lowering)
 
 
 @every_kind
-def test_an_initial_state_that_needs_gradients(kind: str) -> None:
+def test_an_initial_state_that_needs_gradients(kind: str, lowering: str) -> None:
     state = torch.randn(1, 2, 3, requires_grad=True)
     hidden = (state, torch.randn(1, 2, 3, requires_grad=True)) if kind == "LSTM" else state
-    assert_matches_eager(KINDS[kind](4, 3), torch.randn(5, 2, 4), hidden)
+    assert_matches_eager(KINDS[kind](4, 3), torch.randn(5, 2, 4), hidden, lowering=lowering)
 
 
 @every_kind
-def test_without_a_batch(kind: str) -> None:
-    assert_matches_eager(KINDS[kind](4, 3), torch.randn(5, 4, requires_grad=True))
+def test_without_a_batch(kind: str, lowering: str) -> None:
+    assert_matches_eager(KINDS[kind](4, 3), torch.randn(5, 4, requires_grad=True), lowering=lowering)
 
 
 @every_kind
-def test_in_double_precision(kind: str) -> None:
-    assert_matches_eager(KINDS[kind](4, 3).double(), torch.randn(5, 2, 4).double())
+def test_in_double_precision(kind: str, lowering: str) -> None:
+    assert_matches_eager(KINDS[kind](4, 3).double(), torch.randn(5, 2, 4).double(), lowering=lowering)
 
 
 @every_kind
-def test_in_eval_mode_with_gradients(kind: str) -> None:
-    assert_matches_eager(KINDS[kind](4, 3, num_layers=2, dropout=0.5).eval(), torch.randn(5, 2, 4))
+def test_in_eval_mode_with_gradients(kind: str, lowering: str) -> None:
+    assert_matches_eager(KINDS[kind](4, 3, num_layers=2, dropout=0.5).eval(), torch.randn(5, 2, 4), lowering=lowering)
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_a_loop_over_a_cell(cell: Any) -> None:
+def test_a_loop_over_a_cell(cell: Any, lowering: str) -> None:
     class Loop(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -81,10 +83,10 @@ def test_a_loop_over_a_cell(cell: Any) -> None:
                 seen.append(state[0] if isinstance(state, tuple) else state)
             return torch.stack(seen)
 
-    assert_matches_eager(Loop(), torch.randn(4, 2, 4, requires_grad=True))
+    assert_matches_eager(Loop(), torch.randn(4, 2, 4, requires_grad=True), lowering=lowering)
 
 
-def test_inside_a_larger_model() -> None:
+def test_inside_a_larger_model(lowering: str) -> None:
     class Tagger(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -98,14 +100,14 @@ def test_inside_a_larger_model() -> None:
             decoded, _ = self.decoder(encoded)
             return self.head(decoded)
 
-    assert_matches_eager(Tagger(), torch.randint(0, 9, (2, 6)))
+    assert_matches_eager(Tagger(), torch.randint(0, 9, (2, 6)), lowering=lowering)
 
 
 @every_kind
-def test_truncated_backpropagation_with_a_detached_state(kind: str) -> None:
+def test_truncated_backpropagation_with_a_detached_state(kind: str, lowering: str) -> None:
     torch.manual_seed(3)
     plain = KINDS[kind](4, 3)
-    planned = encore.compile(KINDS[kind](4, 3))
+    planned = encore.compile(KINDS[kind](4, 3), lowering=lowering)
     planned.load_state_dict(plain.state_dict())
     chunks = torch.randn(3, 5, 2, 4)
 
@@ -117,12 +119,12 @@ def test_truncated_backpropagation_with_a_detached_state(kind: str) -> None:
             state = tuple(part.detach() for part in state) if isinstance(state, tuple) else state.detach()
         return gradients(model)
 
-    assert_same(train(planned), train(plain))
+    assert_same(train(planned), train(plain), lowering)
 
 
 @every_kind
 @pytest.mark.filterwarnings("ignore:encore. Packs ran as plain eager PyTorch:UserWarning")
-def test_packed_sequences(kind: str) -> None:
+def test_packed_sequences(kind: str, lowering: str) -> None:
     class Packs(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -135,4 +137,4 @@ def test_packed_sequences(kind: str) -> None:
     model = Packs()
     x, lengths = torch.randn(5, 3, 4), torch.tensor([5, 2, 4])
     want = run_step(model, (x, lengths))
-    assert_same(run_step(encore.compile(model), (x, lengths)), want)
+    assert_same(run_step(encore.compile(model, lowering=lowering), (x, lengths)), want, lowering)

@@ -62,40 +62,42 @@ WRITES = (column, loop, chain, aliases, write_then_alias, same_twice)
 
 
 @pytest.mark.parametrize("function", WRITES)
-def test_views_and_writes(function: Callable[..., Any]) -> None:
-    assert_matches_eager(function, data(4, 4), data(4, 4))
+def test_views_and_writes(function: Callable[..., Any], lowering: str) -> None:
+    assert_matches_eager(function, data(4, 4), data(4, 4), lowering=lowering)
 
 
-def test_an_input_that_is_returned_and_used_gets_its_gradients_in_another_order() -> None:
+def test_an_input_that_is_returned_and_used_gets_its_gradients_in_another_order(lowering: str) -> None:
     """AOTAutograd adds the gradient of a returned input outside the graph: the last bit may differ."""
 
     def input_and_its_copy(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         return x @ y.t(), x, x * 1
 
     given = (data(4, 4), data(4, 4))
-    planned, expected = (run_step(step, given) for step in (encore.compile(input_and_its_copy), input_and_its_copy))
+    planned, expected = (
+        run_step(step, given) for step in (encore.compile(input_and_its_copy, lowering=lowering), input_and_its_copy)
+    )
     assert planned.keys() == expected.keys()
     for name, want in expected.items():
         torch.testing.assert_close(planned[name], want, rtol=1e-6, atol=1e-6, msg=name)
 
 
-def test_outputs_alias_as_in_eager() -> None:
-    planned, x, y = encore.compile(aliases), data(4, 4), data(4, 4)
+def test_outputs_alias_as_in_eager(lowering: str) -> None:
+    planned, x, y = encore.compile(aliases, lowering=lowering), data(4, 4), data(4, 4)
     z, transposed, row, same, flat = planned(x, y)
     assert same is x
     assert z.data_ptr() == transposed.data_ptr() == row.data_ptr()
     assert flat.data_ptr() == y.data_ptr()
-    first, second = encore.compile(same_twice)(x, y)
+    first, second = encore.compile(same_twice, lowering=lowering)(x, y)
     assert first.data_ptr() == second.data_ptr()
 
 
-def test_an_input_is_written_to() -> None:
+def test_an_input_is_written_to(lowering: str) -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
         x.mul_(2)
         x[0] = 1
         return x * y
 
-    assert_matches_eager(function, torch.randn(4, 4), data(4, 4))
+    assert_matches_eager(function, torch.randn(4, 4), data(4, 4), lowering=lowering)
 
 
 # -- autograd inside -------------------------------------------------------------------------------------------------
@@ -116,14 +118,14 @@ class Cube(torch.autograd.Function):
         return gradient * 7 * ctx.scale * x, None
 
 
-def test_a_custom_function() -> None:
+def test_a_custom_function(lowering: str) -> None:
     x = data(3, 4)
-    planned = assert_matches_eager(lambda x: Cube.apply(x.sin(), 2.0).cos(), x)
+    planned = assert_matches_eager(lambda x: Cube.apply(x.sin(), 2.0).cos(), x, lowering=lowering)
     assert planned(x).requires_grad
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_inside(reentrant: bool) -> None:
+def test_checkpoint_inside(reentrant: bool, lowering: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -135,4 +137,4 @@ def test_checkpoint_inside(reentrant: bool) -> None:
             return x
 
     with pytest.warns(UserWarning, match="does not plan"):
-        assert_matches_eager(Model(), data(), graphs=None)
+        assert_matches_eager(Model(), data(), graphs=None, lowering=lowering)

@@ -245,8 +245,8 @@ def test_a_constant_is_held_by_the_graph() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
-def test_captured_graphs_are_legal(name: str) -> None:
-    verify_graph(tiny_step(name).plan.schedule.graph)
+def test_captured_graphs_are_legal(name: str, lowering: str) -> None:
+    verify_graph(tiny_step(name, lowering).plan.schedule.graph)
 
 
 def test_refs_are_found_and_replaced_in_every_container() -> None:

@@ -1,10 +1,11 @@
-"""The simulator against the allocator, moment by moment: after every operator of every tiny workload, to the byte."""
+"""The simulator against the allocator, moment by moment: after every operator and kernel of every tiny workload, to the
+byte, in both lowerings."""
 
 from __future__ import annotations
 
 import pytest
 
-from encore.schedule import Run
+from encore.schedule import Fused, Run
 from encore.schedule.simulate import Moment
 from encore.workloads import WORKLOADS
 from tiny_steps import TinyStep, tiny_step
@@ -13,21 +14,23 @@ every_workload = pytest.mark.parametrize("name", sorted(WORKLOADS))
 
 
 def simulated(step: TinyStep) -> list[tuple[Moment, Moment | None]]:
-    """Every operator's moment, with the one before it."""
+    """The moment of every operator and kernel, with the one before it."""
     moments = step.plan.timeline.moments
     previous = (None, *moments)
-    return [(now, before) for now, before in zip(moments, previous, strict=False) if isinstance(now.action, Run)]
+    return [
+        (now, before) for now, before in zip(moments, previous, strict=False) if isinstance(now.action, Run | Fused)
+    ]
 
 
 def named(step: TinyStep, moment: Moment) -> str:
-    assert isinstance(moment.action, Run)
-    op = step.plan.schedule.graph.ops[moment.action.op]
-    return f"{moment.phase} {op.name} ({op.target})"
+    assert isinstance(moment.action, Run | Fused)
+    ops = moment.action.ops if isinstance(moment.action, Fused) else (moment.action.op,)
+    return f"{moment.phase} {', '.join(step.plan.schedule.graph.ops[op].name for op in ops)}"
 
 
 @every_workload
-def test_live_bytes_equal_the_allocators_before_and_after_every_operator(name: str) -> None:
-    step = tiny_step(name)
+def test_live_bytes_equal_the_allocators_before_and_after_every_operator(name: str, lowering: str) -> None:
+    step = tiny_step(name, lowering)
     assert step.graphs == 1
     moments = simulated(step)
     assert len(moments) == len(step.operators) > 50
@@ -46,8 +49,8 @@ def test_live_bytes_equal_the_allocators_before_and_after_every_operator(name: s
 
 
 @every_workload
-def test_the_simulated_peak_of_an_operator_is_never_below_the_real_one(name: str) -> None:
-    step = tiny_step(name)
+def test_the_simulated_peak_of_an_operator_is_never_below_the_real_one(name: str, lowering: str) -> None:
+    step = tiny_step(name, lowering)
     too_low = [
         f"{named(step, now)}: simulated {now.peak}, allocated {seen.peak}"
         for (now, _), seen in zip(simulated(step), step.operators, strict=True)
@@ -57,9 +60,9 @@ def test_the_simulated_peak_of_an_operator_is_never_below_the_real_one(name: str
 
 
 @every_workload
-def test_the_worst_operator_is_the_one_the_allocator_names(name: str) -> None:
+def test_the_worst_operator_is_the_one_the_allocator_names(name: str, lowering: str) -> None:
     """The predicted and the real worst moment may tie elsewhere, but are equally high."""
-    step = tiny_step(name)
+    step = tiny_step(name, lowering)
     assert max(now.peak for now, _ in simulated(step)) == pytest.approx(
         max(seen.peak for seen in step.operators), rel=0.01
     )

@@ -276,8 +276,8 @@ def test_a_write_over_a_block_of_another_size() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
-def test_captured_schedules_are_legal_and_both_walks_agree(name: str) -> None:
-    schedule = tiny_step(name).plan.schedule
+def test_captured_schedules_are_legal_and_both_walks_agree(name: str, lowering: str) -> None:
+    schedule = tiny_step(name, lowering).plan.schedule
     timeline = simulate(schedule)
     in_phases = max(moment.peak for moment in timeline.moments if moment.phase != "end")
     assert replay(schedule) == in_phases

@@ -26,8 +26,8 @@ def perceptron() -> Plan:
 
 
 @every_workload
-def test_live_bytes_split_into_kinds(name: str) -> None:
-    timeline = tiny_step(name).plan.timeline
+def test_live_bytes_split_into_kinds(name: str, lowering: str) -> None:
+    timeline = tiny_step(name, lowering).plan.timeline
     workspace = list(Kind).index(Kind.WORKSPACE)
     for moment in timeline.moments:
         assert sum(moment.by_kind) == moment.live + timeline.resident
@@ -37,13 +37,13 @@ def test_live_bytes_split_into_kinds(name: str) -> None:
 
 
 @every_workload
-def test_the_worst_moment_is_the_highest(name: str) -> None:
-    timeline = tiny_step(name).plan.timeline
+def test_the_worst_moment_is_the_highest(name: str, lowering: str) -> None:
+    timeline = tiny_step(name, lowering).plan.timeline
     assert timeline.step_peak == max(moment.peak for moment in timeline.moments)
     worst = timeline.moments[timeline.worst]
     assert worst.peak == worst.live + timeline.workspace_at_worst
-    graph = tiny_step(name).plan.schedule.graph
-    alive = [graph.bytes_of(value) for value in alive_at_worst(tiny_step(name).plan.schedule, timeline)]
+    graph = tiny_step(name, lowering).plan.schedule.graph
+    alive = [graph.bytes_of(value) for value in alive_at_worst(tiny_step(name, lowering).plan.schedule, timeline)]
     assert alive == sorted(alive, reverse=True)
     assert sum(alive) == worst.live
 

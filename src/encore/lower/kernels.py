@@ -182,8 +182,6 @@ class KernelStore:
         """Compile functions into one extension module of the folder; returns its name."""
         text = inductor_private.extension_source("MODULE", functions)
         name = f"encore_kernels_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        if (self.folder / f"{name}.so").exists():
-            return name
         with tempfile.TemporaryDirectory(dir=self.folder) as aside:
             source = Path(aside) / f"{name}.cpp"
             source.write_text(inductor_private.extension_source(name, functions))

@@ -70,6 +70,41 @@ def _split(items: Iterable[Item], turned_down: set[tuple[int, ...]]) -> list[Ite
     return apart
 
 
+def _copies_one_tensor(graph: Graph, op: Op) -> bool:
+    """Inductor would answer with the very buffer it was given."""
+    return len(op.reads) == 1
+
+
+def _wants_a_sparse_gradient(graph: Graph, op: Op) -> bool:
+    """Inductor would leave it to PyTorch."""
+    return len(op.args) > EMBEDDING_SPARSE and bool(op.args[EMBEDDING_SPARSE])
+
+
+def _mixes_types(graph: Graph, op: Op) -> bool:
+    """PyTorch keeps the statistics of a bfloat16 tensor in the float32 of its weights, and asks for them in backward;
+    Inductor would round them."""
+    kinds = {graph.values[value].dtype for value in (*op.reads, *op.writes) if value is not None}
+    return len({kind for kind in kinds if kind is not None and kind.is_floating_point}) > 1
+
+
+EMBEDDING_SPARSE = 4
+DECLINED: Mapping[str, Callable[[Graph, Op], bool]] = {
+    "cat": _copies_one_tensor,
+    "stack": _copies_one_tensor,
+    "embedding": _wants_a_sparse_gradient,
+    "native_layer_norm": _mixes_types,
+    "native_layer_norm_backward": _mixes_types,
+    "native_group_norm": _mixes_types,
+    "native_group_norm_backward": _mixes_types,
+    "_native_batch_norm_legit_functional": _mixes_types,
+    "_native_batch_norm_legit_no_training": _mixes_types,
+    "native_batch_norm_backward": _mixes_types,
+    "_fused_rms_norm": _mixes_types,
+    "_fused_rms_norm_backward": _mixes_types,
+}
+"""Forms in which an operator that could be fused is left alone."""
+
+
 class _Grouping:
     """Cuts the operators of one phase into runs, and the runs into groups."""
 
@@ -104,7 +139,12 @@ class _Grouping:
         if not is_fusible(op.target) or len(op.reads) > MOST_OPERANDS:
             return False
         values = [self.graph.values[value] for value in (*op.reads, *op.writes) if value is not None]
-        plain = all(value.storage is not None and value.dtype is not None for value in values)
+        plain = all(
+            value.storage is not None and value.dtype is not None and not value.dtype.is_complex for value in values
+        )
+        declined = DECLINED.get(op.target.overloadpacket.__name__)
+        if declined is not None and declined(self.graph, op):
+            return False
         return plain and is_describable((op.args, list(op.kwargs.values()))) and all(0 not in v.shape for v in values)
 
     # -- one run -----------------------------------------------------------------------------------------------------
