@@ -11,7 +11,7 @@ from typing import Any
 
 from encore.errors import OptionError, listed
 
-LOWERINGS = ("eager", "fused")
+LOWERINGS = ("fused", "eager")
 FUSED_PASSES = (
     "narrow_indices", "channels_last", "split_convolutions", "transpose_weights", "hoist_projections",
     "merge_siblings", "fold_additions", "stack_weight_gradients", "fuse",
@@ -89,7 +89,7 @@ class Options:
     resident: int = 0
     """Bytes alive beside parameters, buffers and inputs that the budget must leave room for (optimizer state)."""
 
-    lowering: str = "eager"
+    lowering: str = "fused"
     """How the schedule runs: "fused" compiles runs of cheap operators into kernels, "eager" calls PyTorch's own
     operators one by one and gives the very bits that plain PyTorch gives."""
 
