@@ -24,7 +24,8 @@ test-all: install lint
 	$(BIN)/python -m pytest -q
 
 bench: install
-	$(BIN)/encore bench
+	$(BIN)/encore bench spine
+	$(BIN)/encore bench fast
 
 lint: install
 	$(BIN)/ruff check .

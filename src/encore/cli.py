@@ -20,7 +20,7 @@ import encore
 from encore.errors import BudgetError, EncoreError, OptionError, listed
 
 DONE, FAILED, DOES_NOT_FIT = 0, 1, 2
-BENCHMARKS_PAGE = Path("docs") / "benchmarks.md"
+BENCHMARK_PAGES = {"spine": Path("docs") / "benchmarks.md", "fast": Path("docs") / "benchmarks-fast.md"}
 
 
 class TargetError(EncoreError):
@@ -78,10 +78,11 @@ def parser() -> argparse.ArgumentParser:
     estimate.add_argument("--budget", metavar="B", help="bytes, 2GiB, 500MB, 60%% or min; exit code 2 if out of reach")
     estimate.add_argument("--json", action="store_true", help="print the estimate as JSON")
 
-    bench = command("bench", run_bench, "compare eager and Encore on the benchmark workloads")
+    bench = command("bench", run_bench, "compare Encore with eager PyTorch and with torch.compile")
+    bench.add_argument("suite", nargs="?", choices=BENCHMARK_PAGES, default="spine", help="what to look at")
     bench.add_argument("--quick", action="store_true", help="tiny sizes: does everything work?")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE as JSON")
-    bench.add_argument("--docs", action="store_true", help=f"write {BENCHMARKS_PAGE.as_posix()}")
+    bench.add_argument("--docs", action="store_true", help="write the suite's page in docs")
     return top
 
 
@@ -130,22 +131,40 @@ def run_estimate(arguments: argparse.Namespace) -> int:
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    from encore.bench.suite import run_suite
-    from encore.bench.table import page, render
-
-    files = {"--json": arguments.json, "--docs": BENCHMARKS_PAGE if arguments.docs else None}
+    docs = BENCHMARK_PAGES[arguments.suite]
+    files = {"--json": arguments.json, "--docs": docs if arguments.docs else None}
     for option, file in files.items():  # a benchmark takes minutes: say so before, not after
         if file is not None and not file.parent.is_dir():
             raise OptionError(
                 f"{option} writes {file}, but there is no folder {str(file.parent)!r} here; make it first"
             )
-    suite = run_suite(quick=arguments.quick)
-    print(render(suite))
+    shown, data, page = BENCHMARKS[arguments.suite](arguments.quick)
+    print(shown)
     if arguments.json is not None:
-        arguments.json.write_text(suite.to_json() + "\n")
+        arguments.json.write_text(data + "\n")
     if arguments.docs:
-        BENCHMARKS_PAGE.write_text(page(suite))
+        docs.write_text(page)
     return DONE
+
+
+def _bench_spine(quick: bool) -> tuple[str, str, str]:
+    from encore.bench.suite import run_suite
+    from encore.bench.table import page, render
+
+    suite = run_suite(quick=quick)
+    return render(suite), suite.to_json(), page(suite)
+
+
+def _bench_fast(quick: bool) -> tuple[str, str, str]:
+    from encore.bench.fast import run_fast
+    from encore.bench.fast_table import page, render
+
+    suite = run_fast(quick=quick)
+    return render(suite), suite.to_json(), page(suite)
+
+
+BENCHMARKS = {"spine": _bench_spine, "fast": _bench_fast}
+"""What each suite runs: the table for a terminal, the JSON, the page."""
 
 
 def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

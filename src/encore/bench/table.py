@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -83,9 +84,9 @@ def page(suite: Suite) -> str:
         "",
         *READING.splitlines(),
         "",
-        _markdown_row(COLUMNS),
-        _markdown_row(["---", *["---:"] * (len(COLUMNS) - 1)]),
-        *(_markdown_row(cells(found)) for found in suite.comparisons),
+        markdown_row(COLUMNS),
+        markdown_row(["---", *["---:"] * (len(COLUMNS) - 1)]),
+        *(markdown_row(cells(found)) for found in suite.comparisons),
         "",
         *(f"- {note}" for note in notes(suite)),
         f"- {suite.comparisons[0].rounds} rounds a workload, after warm-up",
@@ -98,7 +99,7 @@ def page(suite: Suite) -> str:
     return "\n".join(lines)
 
 
-def _markdown_row(texts: tuple[str, ...] | list[str]) -> str:
+def markdown_row(texts: Sequence[str]) -> str:
     return f"| {' | '.join(texts)} |"
 
 

@@ -68,8 +68,9 @@ class _GraphCompilation:
         self.lowered: Lowered | None = None
         self.repeats: Repeats | None = None
         self.rewrites: tuple[str, ...] = ()
-        self.seconds: dict[str, float] = {}
         self.started = time.perf_counter()
+        since = session.waiting_since
+        self.seconds: dict[str, float] = {} if since is None else {"dynamo": self.started - since}
 
     def compile(self) -> Callable[..., Any]:
         try:
@@ -134,6 +135,8 @@ class _GraphCompilation:
             break_line=line,
             seconds=self.seconds,
             sources=(self.lowered.forward_source, self.lowered.backward_source),
+            rewrites=self.rewrites,
+            kernels_compiled=fused.compiled,
         )
         self.session.graphs.append(self.captured)
         self._tell()
@@ -183,19 +186,21 @@ class _GraphCompilation:
             if starts_a_step:
                 session.begin_call()
             session.note_forward(captured)
-            return run(args)
+            result = captured.seconds_of_first("first forward", run, args)
+            session.waiting_since = time.perf_counter()
+            return result
 
         forward._boxed_call = True  # type: ignore[attr-defined]
         return forward
 
     def backward_callable(self, module: fx.GraphModule) -> Callable[..., Any]:
-        if self.lowered is None:
+        if self.lowered is None or self.captured is None:
             return torch_private.plain_callable(module)
-        run, session = self.lowered.backward, self.session
+        run, session, captured = self.lowered.backward, self.session, self.captured
 
         def backward(args: list[Any]) -> Any:
             session.note_backward()
-            return run(args)
+            return captured.seconds_of_first("first backward", run, args)
 
         backward._boxed_call = True  # type: ignore[attr-defined]
         return backward

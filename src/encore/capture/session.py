@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +31,19 @@ class CapturedGraph:
     """First-step time by stage."""
     sources: tuple[str, str] = ("", "")
     """The Python that runs: forward, backward."""
+    rewrites: tuple[str, ...] = ()
+    """Passes that changed the graph."""
+    kernels_compiled: int = 0
+    """How many of its kernels were neither in memory nor on disk."""
+
+    def seconds_of_first(self, stage: str, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run, and take the time if this stage has none yet."""
+        if stage in self.seconds:
+            return run(args)
+        started = time.perf_counter()
+        result = run(args)
+        self.seconds[stage] = time.perf_counter() - started
+        return result
 
 
 @dataclass(slots=True)
@@ -70,6 +85,8 @@ class Session:
         self.plain: list[PlainGraph] = []
         self.tensors: list[weakref.ref[torch.Tensor]] = []
         self.forwards_run = 0
+        self.waiting_since: float | None = None
+        """When the user's code, or Dynamo tracing it, took over: what comes next was waited for since then."""
         self.born = next(_births)
         self.last_step_number = -1
         self._step: list[CapturedGraph] = []
@@ -79,6 +96,7 @@ class Session:
     def begin_call(self) -> None:
         """The user calls the model: a step begins."""
         self._step = []
+        self.waiting_since = time.perf_counter()
 
     def note_forward(self, graph: CapturedGraph) -> None:
         with self._lock:

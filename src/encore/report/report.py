@@ -13,10 +13,19 @@ from encore.options import Budget, Options, parse_budget
 from encore.plan import Plan, stack_plans
 from encore.plan.budget import budget_error
 from encore.report.table import render
-from encore.schedule import Kind, Timeline
+from encore.schedule import Fused, Kind, Timeline
 
 if TYPE_CHECKING:
     from encore.capture.session import CapturedGraph, PlainGraph
+
+
+FIRST_STEP = {
+    "capture": ("dynamo", "capture", "capture of repeats", "facts", "verify"),
+    "plan": ("plan",),
+    "compile": ("compile", "lower"),
+    "first run": ("first forward", "first backward"),
+}
+"""What the stages of a first step are to a user who waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,15 @@ class GraphRow:
     break_reason: str
     break_line: str
     seconds: dict[str, float]
+    """The first step, stage by stage."""
+    kernels: int
+    """Distinct fused kernels."""
+    kernel_calls: int
+    """How often a step calls one."""
+    kernels_compiled: int
+    """How many of them were compiled for this graph: the others were there, in memory or on disk."""
+    rewrites: tuple[str, ...]
+    """Passes of the fused lowering that changed the graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +109,15 @@ class Report:
             plain=tuple(f"{part.name}: {part.reason}" for part in plain),
             lowering=options.lowering,
         )
+
+    @property
+    def first_step(self) -> dict[str, float]:
+        """Seconds of the first step: capture, plan, compile, first run."""
+        total = dict.fromkeys(FIRST_STEP, 0.0)
+        for row in {row.name: row for row in self.graphs}.values():
+            for stage, seconds in row.seconds.items():
+                total[next(name for name, stages in FIRST_STEP.items() if stage in stages)] += seconds
+        return total
 
     def to_dict(self) -> dict[str, Any]:
         return {"encore_report": 1, **dataclasses.asdict(self)}
@@ -195,6 +222,8 @@ def _decisions(captured: CapturedGraph) -> list[DecisionRow]:
 
 
 def _graph_row(captured: CapturedGraph) -> GraphRow:
+    schedule = captured.plan.schedule
+    fused = [action for action in (*schedule.forward, *schedule.backward) if isinstance(action, Fused)]
     return GraphRow(
         name=captured.name,
         operators=len(captured.plan.schedule.graph.ops),
@@ -203,4 +232,8 @@ def _graph_row(captured: CapturedGraph) -> GraphRow:
         break_reason=captured.break_reason,
         break_line=captured.break_line,
         seconds=dict(captured.seconds),
+        kernels=len({action.kernel.key for action in fused}),
+        kernel_calls=len(fused),
+        kernels_compiled=captured.kernels_compiled,
+        rewrites=captured.rewrites,
     )

@@ -36,7 +36,18 @@ def _totals(report: Report) -> str:
         f"  overhead          {planned.overhead:>10.1%}    predicted extra time",
     ]
     at_peak = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in planned.at_peak.items() if size)
-    return "\n".join([*lines, f"  at the peak       {at_peak}"])
+    lines.append(f"  at the peak       {at_peak}")
+    calls = sum(graph.kernel_calls for graph in report.graphs)
+    if calls:
+        rewrites = dict.fromkeys(name for graph in report.graphs for name in graph.rewrites)
+        passes = f"; passes: {', '.join(rewrites)}" if rewrites else ""
+        lines.append(
+            f"  kernels           {sum(graph.kernels for graph in report.graphs)}, called {calls} times{passes}"
+        )
+    if any(report.first_step.values()):
+        stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in report.first_step.items())
+        lines.append(f"  first step        {stages}")
+    return "\n".join(lines)
 
 
 def _graphs(report: Report) -> str:

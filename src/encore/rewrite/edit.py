@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -17,11 +18,21 @@ from encore.graph.values import Ref, block_bytes, map_refs, refs
 
 
 class Editor:
-    """A graph under change. Values keep their numbers; operators are put in order and renumbered by `finish`."""
+    """A graph under change. Values keep their numbers; operators are put in order and renumbered by `finish`.
+
+    The copy is made when `graph` is first asked for: a pass that finds nothing to change makes none.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.original = graph
-        self.graph = dataclasses.replace(
+        self._place: dict[int, tuple[float, int]] = {}
+        self._removed: set[int] = set()
+        self.changed = False
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        graph = self.original
+        return dataclasses.replace(
             graph,
             values=[dataclasses.replace(value, readers=list(value.readers)) for value in graph.values],
             storages=[dataclasses.replace(storage, values=list(storage.values)) for storage in graph.storages],
@@ -30,9 +41,6 @@ class Editor:
             gradients=list(graph.gradients),
             returned=list(graph.returned),
         )
-        self._place: dict[int, tuple[float, int]] = {}
-        self._removed: set[int] = set()
-        self.changed = False
 
     def op_after(
         self, neighbour: Op, name: str, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
@@ -113,6 +121,7 @@ class Editor:
 
     def read_instead(self, op: Op, old: int, new: int) -> None:
         """Have an operator read another value in place of one."""
+        op = self.graph.ops[op.id]
         op.args = map_refs(op.args, lambda value: Ref(new if value == old else value))
         op.kwargs = map_refs(op.kwargs, lambda value: Ref(new if value == old else value))
         op.reads = tuple(dict.fromkeys(refs((op.args, op.kwargs))))
@@ -120,9 +129,9 @@ class Editor:
 
     def finish(self) -> Graph:
         """The graph in order: as it was, as far as operators that wait for others allow. The original if unchanged."""
-        graph = self.graph
         if not self.changed:
             return self.original
+        graph = self.graph
         kept = [op for op in graph.ops if op.id not in self._removed]
         self._settle_orphans(kept)
         graph.ops[:] = self._ordered(self._alive(kept))

@@ -20,10 +20,9 @@ WITH_ADDITION = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.bad
 def fold_additions(graph: Graph) -> Graph:
     """The graph with additions folded into products."""
     editor = Editor(graph)
-    graph = editor.graph
     leaving = exported(graph)
     folded: set[int] = set()
-    for op in list(graph.ops):
+    for op in graph.ops:
         if op.target is not aten.add.Tensor or op.kwargs or len(op.reads) != 2:
             continue
         found = _product_and_addend(graph, op, leaving, folded)

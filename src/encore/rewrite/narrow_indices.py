@@ -20,9 +20,8 @@ POSITIONS = {aten.max_pool2d_with_indices.default: 1, aten.adaptive_max_pool2d.d
 def narrow_indices(graph: Graph) -> Graph:
     """The graph with positions that cross from forward to backward made narrow on the way."""
     editor = Editor(graph)
-    graph = editor.graph
     leaving = exported(graph)
-    for op in list(graph.ops):
+    for op in graph.ops:
         number = op.writes[POSITIONS[op.target]] if op.target in POSITIONS and op.forward else None
         if number is None or number in leaving:
             continue
@@ -37,7 +36,7 @@ def narrow_indices(graph: Graph) -> Graph:
         )
         wide = editor.result(widen, value.shape, torch.int64, device)
         for made in (small, wide):
-            graph.values[made].stride = value.stride
+            editor.graph.values[made].stride = value.stride
         for reader in readers:
             editor.read_instead(reader, number, wide)
     return editor.finish()

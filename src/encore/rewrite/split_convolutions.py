@@ -24,8 +24,7 @@ INPUT, WEIGHT, MASK = 1, 2, 10
 def split_convolutions(graph: Graph) -> Graph:
     """The graph with such backward operators split in two."""
     editor = Editor(graph)
-    graph = editor.graph
-    for op in list(graph.ops):
+    for op in graph.ops:
         if op.target is not aten.convolution_backward.default or not op.args[MASK][1]:
             continue
         source, weight = graph.values[op.args[INPUT].value], graph.values[op.args[WEIGHT].value]

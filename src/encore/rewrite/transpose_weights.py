@@ -21,7 +21,6 @@ FEWEST_USES = 4
 def transpose_weights(graph: Graph, judge: Judge) -> Graph:
     """The graph with transposed copies of the weights for which that pays."""
     editor = Editor(graph)
-    graph = editor.graph
     uses: dict[int, list[Product]] = {}
     for found in products(graph):
         maker = graph.producer(found.right)
