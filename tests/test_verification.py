@@ -45,7 +45,7 @@ def test_a_wrong_result_is_noticed(wrong: Any, monkeypatch: pytest.MonkeyPatch) 
         return off
 
     monkeypatch.setattr("encore.lower.codegen.callable_for", callable_for)
-    model = encore.compile(Net())
+    model = encore.compile(Net(), lowering="eager")
     with pytest.raises(VerificationError, match="differs from eager's by up to"):
         encore.verify(model, torch.randn(5, 4, requires_grad=True))
     assert spoilt
@@ -55,7 +55,7 @@ def test_a_wrong_result_is_noticed(wrong: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_everything_is_left_as_found() -> None:
-    model = encore.compile(Net())
+    model = encore.compile(Net(), lowering="eager")
     x = torch.randn(5, 4, requires_grad=True)
     model(x).sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -77,7 +77,7 @@ def test_everything_is_left_as_found() -> None:
 
 
 def test_everything_is_left_as_found_when_the_step_raises() -> None:
-    model = encore.compile(Net())
+    model = encore.compile(Net(), lowering="eager")
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     state = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="reduction dim"):
@@ -98,7 +98,7 @@ def test_a_model_that_writes_to_its_input_is_verified_and_the_input_restored() -
 
     x = torch.randn(3, 4)
     before = x.clone()
-    assert encore.verify(encore.compile(Writes()), x).bit_equal
+    assert encore.verify(encore.compile(Writes(), lowering="eager"), x).bit_equal
     assert torch.equal(x, before)
 
 
@@ -106,10 +106,9 @@ def test_no_step_no_verification() -> None:
     with pytest.raises(OptionError, match="compile it first"):
         encore.verify(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(OptionError, match="there is no step"):
-        encore.verify(encore.compile(lambda x: x + 1), torch.ones(1, 2))
+        encore.verify(encore.compile(lambda x: x + 1, lowering="eager"), torch.ones(1, 2))
 
 
 def test_it_reads_like_a_sentence() -> None:
-    assert (
-        str(encore.verify(encore.compile(nn.Linear(2, 2)), torch.ones(1, 2))) == "3 tensors equal eager's bit for bit"
-    )
+    model = encore.compile(nn.Linear(2, 2), lowering="eager")
+    assert str(encore.verify(model, torch.ones(1, 2))) == "3 tensors equal eager's bit for bit"

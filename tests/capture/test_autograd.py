@@ -197,7 +197,8 @@ def test_two_models_train_side_by_side(lowering: str) -> None:
     def function(x: Tensor, weight: Tensor) -> Tensor:
         return (x @ weight).relu().square()
 
-    expected, found = {}, {}
+    expected: dict[int, Any] = {}
+    found: dict[int, Any] = {}
     for seed in range(2):
         x, weight = torch.randn(5, 4), torch.randn(4, 3, requires_grad=True)
         expected[seed] = ((x, weight), run_step(function, (x, weight)))

@@ -106,7 +106,7 @@ def test_inputs_that_are_views_of_one_tensor() -> None:
         return left.sum() + right.sum()
 
     halves = torch.randn(2, 4, WIDTH).unbind(0)
-    planned = assert_matches_eager(function, *halves, torch.randn(WIDTH, WIDTH, requires_grad=True))
+    planned = assert_matches_eager(function, *halves, torch.randn(WIDTH, WIDTH, requires_grad=True), lowering="eager")
     assert is_repeated(session_of(planned).graphs[0])
 
 
@@ -115,7 +115,7 @@ def test_inputs_that_are_views_of_one_tensor() -> None:
 
 @pytest.mark.parametrize("body", REPEATED)
 def test_a_step_equals_eager_bit_for_bit(body: Callable[[Net, Tensor], Any]) -> None:
-    planned = assert_matches_eager(Net(body), example())
+    planned = assert_matches_eager(Net(body), example(), lowering="eager")
     assert is_repeated(session_of(planned).graphs[0])
 
 
@@ -124,13 +124,13 @@ def test_what_does_more_than_compute_goes_through_aot_autograd(
     body: Callable[[Net, Tensor], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "encore"):
-        planned = assert_matches_eager(Net(body), example())
+        planned = assert_matches_eager(Net(body), example(), lowering="eager")
     assert not is_repeated(session_of(planned).graphs[0])
     assert "traced one by one" in caplog.text
 
 
 def test_autocast_goes_through_aot_autograd() -> None:
-    model = encore.compile(Net(detached_and_frozen))
+    model = encore.compile(Net(detached_and_frozen), lowering="eager")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(example()).backward()
     assert not is_repeated(session_of(model).graphs[0])
@@ -145,7 +145,7 @@ def test_a_sparse_gradient_goes_through_aot_autograd() -> None:
         def forward(self, words: Tensor) -> Tensor:
             return sum((self.words(words) * step).sum() for step in range(STEPS))  # type: ignore[return-value]
 
-    model = encore.compile(Sparse())
+    model = encore.compile(Sparse(), lowering="eager")
     model(torch.arange(5)).backward()
     assert not any(is_repeated(graph) for graph in session_of(model).graphs)
 
@@ -155,7 +155,7 @@ def test_edges_that_aot_autograd_reads_otherwise_are_given_up(monkeypatch: pytes
         raise NotRepeatableError("for the sake of the test")
 
     monkeypatch.setattr(repeats.Repeats, "joint", refuse)
-    planned = assert_matches_eager(Net(parts), example())
+    planned = assert_matches_eager(Net(parts), example(), lowering="eager")
     assert not is_repeated(session_of(planned).graphs[0])
 
 
@@ -168,11 +168,11 @@ def test_the_backend_under_no_grad() -> None:
 
 
 def test_no_grad_calls_and_calls_in_evaluation_mode() -> None:
-    model, eager = encore.compile(net := Net(draws)), copy.deepcopy(net)
+    model, eager = encore.compile(net := Net(draws), lowering="eager"), copy.deepcopy(net)
     model.load_state_dict(eager.state_dict())
     x = example()
     for training in (True, False, True):
-        assert_same(run_step(model.train(training), (x,)), run_step(eager.train(training), (x,)))
+        assert_same(run_step(model.train(training), (x,)), run_step(eager.train(training), (x,)), "eager")
         with torch.no_grad():
             torch.manual_seed(0)
             planned = model(x)
@@ -183,7 +183,7 @@ def test_no_grad_calls_and_calls_in_evaluation_mode() -> None:
 def test_backward_twice_through_a_retained_graph() -> None:
     model, eager = Net(parts), Net(parts)
     eager.load_state_dict(model.state_dict())
-    encore.compile(model)
+    encore.compile(model, lowering="eager")
     x = example()
     for net in (model, eager):
         loss = net(x)
@@ -198,7 +198,7 @@ def test_backward_twice_through_a_retained_graph() -> None:
 
 
 def test_a_second_derivative_is_refused() -> None:
-    model = encore.compile(Net(detached_and_frozen))
+    model = encore.compile(Net(detached_and_frozen), lowering="eager")
     x = example()
     (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"(?i)double backward|twice differentiable"):
@@ -206,7 +206,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 def test_a_saved_tensor_that_is_written_to_is_noticed() -> None:
-    model = encore.compile(Net(work_for_nothing))
+    model = encore.compile(Net(work_for_nothing), lowering="eager")
     x = torch.randn(4, WIDTH)
     loss = model(x)
     x.add_(1)
@@ -216,7 +216,7 @@ def test_a_saved_tensor_that_is_written_to_is_noticed() -> None:
 
 def test_the_predicted_peak_is_the_measured_one() -> None:
     workload = build("nmt", steps=8, batch_size=16, hidden=32)
-    model, batch = encore.compile(workload.model), workload.batch(0)
+    model, batch = encore.compile(workload.model, lowering="eager"), workload.batch(0)
     model(*batch).backward()
     model.zero_grad(set_to_none=True)
     measured = encore.measure(lambda: model(*batch).backward())
@@ -226,7 +226,7 @@ def test_the_predicted_peak_is_the_measured_one() -> None:
 
 def test_an_estimate_sees_the_same_graph() -> None:
     workload = build("lm", steps=6, batch_size=3, hidden=8)
-    model = encore.compile(copy.deepcopy(workload.model))
+    model = encore.compile(copy.deepcopy(workload.model), lowering="eager")
     model(*workload.batch(0)).backward()
     estimate = encore.estimate(workload.model, *workload.batch(0))  # by now all workspaces have been measured
     assert estimate.unplanned == encore.report(model).unplanned
@@ -245,7 +245,7 @@ def templates_of(model: Callable[..., Any], *args: Any) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "trace_repeats", trace)
-        encore.compile(model)(*args)
+        encore.compile(model, lowering="eager")(*args)
     (repeated,) = found
     assert repeated is not None
     return repeated.templates
@@ -291,4 +291,4 @@ def test_any_loop_of_layers_gives_the_same_graph_and_the_same_bits(names: list[s
     model, x = Net(body), example()
     pasted, whole = both_ways(model, x)
     assert_same_graph(pasted.plan.schedule.graph, whole.plan.schedule.graph)
-    assert_matches_eager(model, x, steps=1)
+    assert_matches_eager(model, x, steps=1, lowering="eager")

@@ -183,7 +183,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_prediction_of_a_step_holds(name: str) -> None:
-    model, x = encore.compile(Applied(STEPS[name])), torch.randn(24, 6, 8)
+    model, x = encore.compile(Applied(STEPS[name]), lowering="eager"), torch.randn(24, 6, 8)
     train_step(model, x)
     drop_gradients(model)
     measured = encore.measure(lambda: train_step(model, x)).step_peak
@@ -196,7 +196,7 @@ def test_the_prediction_of_a_step_holds(name: str) -> None:
 def test_an_estimate_with_nothing_measured_is_not_too_low(name: str) -> None:
     model, x = Applied(STEPS[name]), torch.randn(24, 6, 8)
     estimated = encore.estimate(model, x).unplanned.step_peak
-    encore.compile(model)
+    encore.compile(model, lowering="eager")
     train_step(model, x)
     drop_gradients(model)
     assert encore.measure(lambda: train_step(model, x)).step_peak <= estimated
@@ -214,7 +214,7 @@ class Gates(nn.Module):
 
 
 def test_gates_that_are_split_are_counted_once() -> None:
-    model, x = encore.compile(Gates()), torch.randn(8, 6, 16)
+    model, x = encore.compile(Gates(), lowering="eager"), torch.randn(8, 6, 16)
     # Eager's gates work in place on strided pieces, where the vector units round the last bit differently.
     assert encore.verify(model, x, rtol=1e-5, atol=1e-6)
     measured = encore.measure(lambda: train_step(model, x)).step_peak

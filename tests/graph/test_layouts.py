@@ -49,7 +49,7 @@ def misdescribed(model: nn.Module, *args: Any) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codegen, "callable_for", listening)
-        compiled = encore.compile(model)
+        compiled = encore.compile(model, lowering="eager")
         train_step(compiled, *args)
     (captured,) = compiled_call(compiled).session.last_step
     schedule = captured.plan.schedule

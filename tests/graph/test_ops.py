@@ -159,6 +159,8 @@ OPERANDS: dict[str, list[Arguments]] = {
     "scatter.src": [lambda: (noise(1), 0, torch.zeros(SHAPE, dtype=torch.int64)[:1], noise(2))],
     "scatter.value": [lambda: (noise(1), 1, torch.tensor([[3], [5]]), 2.5)],
     "scatter_add.default": [lambda: (noise(1), 0, torch.zeros(SHAPE, dtype=torch.int64), noise(2))],
+    "addmm.default": [lambda: (noise(1), noise(2)[:, :7], noise(3)[:7])],
+    "baddbmm.default": [lambda: (noise(1)[None], noise(2)[None, :, :7], noise(3)[None, :7])],
     "fill.Scalar": [lambda: (noise(1), 2.5)],
     "fill.Tensor": [lambda: (noise(1), torch.tensor(2.5))],
 }

@@ -106,7 +106,7 @@ class Lookup(nn.Module):
 
 
 def test_an_exception_shows_the_generated_line() -> None:
-    model = encore.compile(Lookup())
+    model = encore.compile(Lookup(), lowering="eager")
     model(torch.tensor([0, 3])).backward()
     with pytest.raises(IndexError, match="index out of range") as raised:
         model(torch.tensor([0, 4]))
@@ -134,7 +134,7 @@ class Literals(nn.Module):
 
 
 def test_every_kind_of_argument_survives() -> None:
-    model = encore.compile(Literals())
+    model = encore.compile(Literals(), lowering="eager")
     assert encore.verify(model, torch.linspace(0, 2, 12).view(3, 4)).bit_equal
 
 

@@ -31,10 +31,8 @@ from encore.schedule.kernel import Kernel, Operand, each_result
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """An empty folder of kernels, with the headers that this test run has compiled already."""
-    header = (
-        kernel_store()._build_header() if kernel_store().folder.mkdir(parents=True, exist_ok=True) is None else None
-    )
-    assert header is not None
+    kernel_store().folder.mkdir(parents=True, exist_ok=True)
+    header = kernel_store()._build_header()
     for name in ("kernels.h", "kernels.h.gch"):
         (tmp_path / name).symlink_to(header.with_name(name))
     return tmp_path
@@ -99,7 +97,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "a reduction": (lambda x: (x * 2).exp().sum(0) + 1, (matrix(),)),
     "softmax": (lambda x: (x * 2).softmax(-1) * 3, (matrix(),)),
     "layer norm": (lambda x, w: torch.layer_norm(x * 2, (5,), w) + 1, (matrix(), matrix(5))),
-    "broadcast": (lambda x, row, one: (x * row + one).tanh() * 2, (matrix(), matrix(5), matrix(()))),
+    "broadcast": (
+        lambda x, row, one: (x * row + one).tanh() * 2,
+        (matrix(), matrix(5), torch.randn((), requires_grad=True)),
+    ),
     "bfloat16": (lambda x: (x * 2).exp() + 1, (matrix().detach().bfloat16().requires_grad_(),)),
     "float64": (lambda x: (x * 2).exp() + 1, (matrix().detach().double().requires_grad_(),)),
     "a cast": (lambda x: (x.double() * 2).exp().float() + 1, (matrix(),)),
@@ -111,7 +112,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "a transposed result": (lambda x: ((x * 2).t().contiguous().t() * 2).sin(), (matrix(),)),
     "joined": (lambda x, y: (torch.cat([x * 2, y.exp()], 1) * 3, x.sin()), (matrix(), matrix())),
     "written over an operand": (with_over, (matrix(4, 4), matrix(4, 4))),
-    "no operand with a dimension": (lambda x: (x * 2).sin() + 1, (matrix(()),)),
+    "no operand with a dimension": (lambda x: (x * 2).sin() + 1, (torch.randn((), requires_grad=True),)),
     "one element": (lambda x: (x * 2).sin() + 1, (matrix(1, 1),)),
     "a large one": (lambda x: (x * 2).exp().sum(1) + 1, (matrix(300, 1000),)),
 }

@@ -101,7 +101,7 @@ class Wide(nn.Module):
 
 def bytes_needed(x: torch.Tensor) -> int:
     """Resident + step_peak of a step with everything kept, told after it ran."""
-    model = encore.compile(Wide())
+    model = encore.compile(Wide(), lowering="eager")
     model(x).backward()
     report = encore.report(model)
     return report.resident + report.planned.step_peak
@@ -110,7 +110,7 @@ def bytes_needed(x: torch.Tensor) -> int:
 def test_a_refusal_says_how_low_it_goes_what_is_in_the_way_and_what_helps() -> None:
     x = torch.randn(64, 8)
     needed = bytes_needed(x)
-    model = encore.compile(Wide(), budget=needed - 1)
+    model = encore.compile(Wide(), budget=needed - 1, lowering="eager")
     with pytest.raises(encore.BudgetError) as refused:
         model(x)
     error = refused.value
@@ -132,7 +132,7 @@ def test_a_refusal_says_how_low_it_goes_what_is_in_the_way_and_what_helps() -> N
 def test_a_pin_is_named_after_what_its_memory_holds() -> None:
     """tanh writes over the linear layer's result: at the peak the block is the tanh, not what it was before."""
     with pytest.raises(encore.BudgetError) as refused:
-        encore.compile(Wide(), budget=1)(torch.randn(64, 8))
+        encore.compile(Wide(), budget=1, lowering="eager")(torch.randn(64, 8))
     names = [pin.name for pin in refused.value.pins]
     assert "tanh" in names
     assert "addmm" not in names
@@ -144,8 +144,8 @@ def test_a_refused_model_trains_once_the_budget_is_met() -> None:
     needed = bytes_needed(x)
     assert encore.estimate(model, x).floor == needed
     with pytest.raises(encore.BudgetError):
-        encore.compile(model, budget=needed - 1)(x)
-    encore.compile(model, budget=needed)
+        encore.compile(model, budget=needed - 1, lowering="eager")(x)
+    encore.compile(model, budget=needed, lowering="eager")
     model(x).backward()
     assert encore.report(model).resident + encore.report(model).planned.step_peak == needed
     assert encore.report(model).planned.overhead == 0.0

@@ -36,7 +36,7 @@ class Deep(nn.Module):
 
 
 def deep_report() -> encore.Report:
-    model = encore.compile(Deep())
+    model = encore.compile(Deep(), lowering="eager")
     train_step(model, torch.randn(16, 8))
     return encore.report(model)
 
@@ -86,7 +86,7 @@ def test_json_holds_the_whole_report() -> None:
 
 
 def test_bytes_beside_the_step_are_resident() -> None:
-    model = encore.compile(Deep(), resident=1000)
+    model = encore.compile(Deep(), resident=1000, lowering="eager")
     train_step(model, torch.randn(16, 8))
     assert encore.report(model).resident == deep_report().resident + 1000
 

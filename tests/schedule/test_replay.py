@@ -35,7 +35,7 @@ class Mlp(nn.Module):
 @functools.cache
 def mlp() -> Schedule:
     torch._dynamo.reset()
-    model = encore.compile(Mlp())
+    model = encore.compile(Mlp(), lowering="eager")
     model(torch.ones(3, 4)).backward()
     (captured,) = compiled_call(model).session.graphs
     return captured.plan.schedule

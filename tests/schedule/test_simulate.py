@@ -132,7 +132,7 @@ class Doubled(nn.Module):
 
 @pytest.mark.parametrize("kind", [TransposedParameter, Doubled])
 def test_gradients_that_autograd_copies_are_counted(kind: type[nn.Module]) -> None:
-    model = encore.compile(kind())
+    model = encore.compile(kind(), lowering="eager")
     x = torch.randn(4, 32) if kind is TransposedParameter else torch.randn(32, 64)
     assert encore.verify(model, x).bit_equal
     measured = encore.measure(lambda: model(x).backward())
@@ -163,7 +163,7 @@ class Held(nn.Module):
 
 
 def test_inputs_saved_values_and_outputs_are_never_written_over() -> None:
-    call = encore.compile(Held().forward)
+    call = encore.compile(Held().forward, lowering="eager")
     x = torch.rand(4, 4).add_(1).requires_grad_()
     root, total = call(x)
     total.backward(retain_graph=True)
