@@ -8,6 +8,7 @@ are left as they were found.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,18 +39,78 @@ class Verification:
         return f"{self.compared} tensors equal eager's {how}"
 
 
-def verify(model: Callable[..., Any], *args: Any, rtol: float = 0.0, atol: float = 0.0, **kwargs: Any) -> Verification:
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""How far a tensor may be from eager's, relative to its size, before float64 is asked who is right."""
+NO_WORSE = 1.5
+"""Errors of a fused step against float64 may be this many times eager's own."""
+
+
+def verify(
+    model: Callable[..., Any], *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any
+) -> Verification:
     """Run one step through Encore and one through eager; raise `VerificationError` at the first difference.
 
-    The default tolerance is none at all: the eager lowering runs the same operators in the same order.
+    Without a tolerance, the eager lowering must give eager's very bits, since it runs the same operators in the same
+    order. The fused lowering rounds elsewhere: its numbers must be eager's up to rounding or, where a model magnifies
+    rounding, as close to those of a float64 copy of the model as eager's are.
     """
     call = compiled_call(model)
     owner = model if isinstance(model, nn.Module) else None
+    exact_bits = rtol is None and atol is None and call.session.options.lowering == "eager"
+    up_to_rounding = rtol is None and atol is None and not exact_bits
     with _left_as_found(owner) as restore:
         planned = _outcome(call, call, owner, args, kwargs)
         restore()
         expected = _outcome(call.plain, call, owner, args, kwargs)
-    return _compare(planned, expected, rtol, atol)
+        found = _compare(planned, expected, None if up_to_rounding else (rtol or 0.0, atol or 0.0))
+        if up_to_rounding and not _equal_up_to_rounding(planned, expected):
+            restore()
+            _compare_errors(planned, expected, _outcome_in_float64(owner, args, kwargs))
+    return found
+
+
+def _equal_up_to_rounding(planned: Tensors, expected: Tensors) -> bool:
+    for name, want in expected.items():
+        have = planned[name].to_dense() if planned[name].is_sparse else planned[name]
+        want = want.to_dense() if want.is_sparse else want
+        if not _same_bits(have, want):
+            apart = _norm(have.double() - want.double())
+            if not apart <= ROUNDING.get(want.dtype, 0.0) * _norm(want.double()):
+                return False
+    return True
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(tensor.norm())
+
+
+def _outcome_in_float64(owner: nn.Module | None, args: Any, kwargs: Any) -> Tensors:
+    """The same step of a float64 copy of the model."""
+    if owner is None:
+        raise VerificationError(
+            "the numbers differ from eager's by more than rounding; rtol= and atol= set a tolerance"
+        )
+    exact = copy.deepcopy(owner).double()
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        wide = tensor.double() if tensor.is_floating_point() else tensor
+        return wide.detach().requires_grad_(tensor.requires_grad)
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, widen, (args, kwargs))
+    return _outcome(exact._call_impl, compiled_call(owner), exact, args, kwargs)
+
+
+def _compare_errors(planned: Tensors, expected: Tensors, exact: Tensors) -> None:
+    """All gradients together (and all outputs) must be no further from the truth than eager's are."""
+    for kind in ("output", "gradient", "buffer"):
+        names = [name for name in exact if name.startswith(kind) and exact[name].dtype is torch.float64]
+        mine = sum(_norm(planned[name].double() - exact[name]) ** 2 for name in names) ** 0.5
+        its = sum(_norm(expected[name].double() - exact[name]) ** 2 for name in names) ** 0.5
+        size = sum(_norm(exact[name]) ** 2 for name in names) ** 0.5
+        if not mine <= NO_WORSE * its + ROUNDING[torch.float32] * size:
+            raise VerificationError(
+                f"the {kind}s are {mine:.3g} away from those of a float64 copy of the model, eager's {its:.3g}"
+            )
 
 
 def _outcome(
@@ -127,7 +188,8 @@ def _left_as_found(owner: nn.Module | None) -> Iterator[Callable[[], None]]:
         restore()
 
 
-def _compare(planned: Tensors, expected: Tensors, rtol: float, atol: float) -> Verification:
+def _compare(planned: Tensors, expected: Tensors, tolerance: tuple[float, float] | None) -> Verification:
+    """How far the two are apart; raises where that is beyond the tolerance (relative, absolute), if there is one."""
     if planned.keys() != expected.keys():
         odd = sorted(planned.keys() ^ expected.keys())[0]
         raise VerificationError(f"only one of the two runs has {odd}; report this as a bug of Encore")
@@ -144,6 +206,9 @@ def _compare(planned: Tensors, expected: Tensors, rtol: float, atol: float) -> V
         bit_equal = False
         difference = (have.double() - want.double()).abs()
         largest = max(largest, float(difference.nan_to_num(nan=float("inf")).max()))
+        if tolerance is None:
+            continue
+        rtol, atol = tolerance
         if not torch.allclose(have, want, rtol=rtol, atol=atol, equal_nan=True):
             raise VerificationError(
                 f"{name} differs from eager's by up to {float(difference.max()):.3g} "

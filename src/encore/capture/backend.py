@@ -125,7 +125,9 @@ class _GraphCompilation:
         fused = self._fuse(plan)
         plan = dataclasses.replace(fused.plan, schedule=self._in_saving_order(joint, fused.plan.schedule))
         self._lap("compile")
-        self.lowered = lower(plan.schedule, self.name.replace(" ", "_"), fused.kernels)
+        # An estimate compiles no kernels: what runs there, on tensors without memory, are the operators.
+        runs = plan.schedule if self.session.workspaces.run else self._in_saving_order(joint, kept.schedule)
+        self.lowered = lower(runs, self.name.replace(" ", "_"), fused.kernels)
         self._lap("lower")
         self.captured = CapturedGraph(
             name=self.name,

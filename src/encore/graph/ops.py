@@ -136,6 +136,8 @@ NOT_FUSED = frozenset({
     # sums of several writers into one place: kernels would add with atomics, in no fixed order
     "embedding_dense_backward", "index_put", "index_add", "scatter", "scatter_add", "scatter_reduce",
     "index_select_backward", "unfold_backward", "col2im", "as_strided_scatter",
+    # eager's scalar keeps the memory of all its terms: counted so, it cannot come out of a kernel
+    "mse_loss", "smooth_l1_loss",
     # nothing to fuse with: sorts, scans, whole-tensor losses
     "sort", "topk", "cumsum", "cumprod", "_ctc_loss", "_ctc_loss_backward", "masked_select", "searchsorted",
     "bucketize", "logcumsumexp", "norm", "prod", "argmax", "argmin", "im2col",
