@@ -25,7 +25,7 @@ commands:
     demo      train a small language model in eager and through Encore, side by side
     env       show what Encore finds on this machine
     estimate  predict what a training step takes; nothing runs
-    bench     compare eager and Encore on the benchmark workloads
+    bench     compare Encore with eager PyTorch and with torch.compile
 """
 
 HELP_OF = {
@@ -62,15 +62,18 @@ options:
   --json      print the estimate as JSON
 """,
     "bench": """\
-usage: encore bench [-h] [--quick] [--json FILE] [--docs]
+usage: encore bench [-h] [--quick] [--json FILE] [--docs] [{spine,fast}]
 
-Compare eager and Encore on the benchmark workloads.
+Compare Encore with eager PyTorch and with torch.compile.
+
+positional arguments:
+  {spine,fast}  what to look at
 
 options:
-  -h, --help   show this help message and exit
-  --quick      tiny sizes: does everything work?
-  --json FILE  write the numbers to FILE as JSON
-  --docs       write docs/benchmarks.md
+  -h, --help    show this help message and exit
+  --quick       tiny sizes: does everything work?
+  --json FILE   write the numbers to FILE as JSON
+  --docs        write the suite's page in docs
 """,
 }
 

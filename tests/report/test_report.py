@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 
 import pytest
 import torch
@@ -45,13 +46,15 @@ def test_a_report_reads_like_this() -> None:
     line = inspect.getsourcelines(Block.forward)[1] + 1
     # 900 B of parameters and 512 B of inputs; the peak: two feature maps, the loss, and while the gradient of the last
     # block's weight is made, the gradients so far and two temporaries.
-    assert str(deep_report()) == (
+    text = re.sub(r"\d+\.\d\d s", "T s", str(deep_report()))
+    assert text == (
         "Encore: Deep (eager lowering)\n"
         "  resident             1.38 KiB   parameters, buffers, inputs\n"
         "  step peak            2.32 KiB   predicted; unplanned 2.32 KiB\n"
         "  saved for backward   1.50 KiB\n"
         "  overhead                0.0%    predicted extra time\n"
         "  at the peak       gradient 328 B, feature map 1.00 KiB, output 4 B, temporary 1.00 KiB\n"
+        "  first step        capture T s, plan T s, compile T s, first run T s\n"
         "   bytes  times  action  module        shape  line\n"
         f"1.50 KiB     x3  keep    blocks.[0-2]  16x8   test_report.py:{line}\n"
         "why: nothing to gain: the step fits as it is"
@@ -71,7 +74,21 @@ def test_the_numbers_of_a_report() -> None:
     assert sorted(row.module for row in report.decisions) == ["blocks.0", "blocks.1", "blocks.2"]
     (graph,) = report.graphs
     assert (graph.step_peak, graph.saved) == (report.planned.step_peak, report.planned.saved)
-    assert list(graph.seconds) == ["capture", "facts", "verify", "plan", "lower"]
+    assert list(graph.seconds) == [
+        "dynamo", "capture", "facts", "verify", "plan", "compile", "lower", "first forward", "first backward"
+    ]  # fmt: skip
+    assert sum(report.first_step.values()) == pytest.approx(sum(graph.seconds.values()))
+    assert (graph.kernels, graph.kernel_calls, graph.rewrites) == (0, 0, ())
+
+
+def test_a_fused_report_tells_of_kernels_and_passes() -> None:
+    model = encore.compile(Deep(), lowering="fused")
+    train_step(model, torch.randn(16, 8))
+    report = encore.report(model)
+    (graph,) = report.graphs
+    assert 0 < graph.kernels <= graph.kernel_calls
+    assert 0 <= graph.kernels_compiled <= graph.kernels
+    assert f"kernels           {graph.kernels}, called {graph.kernel_calls} times" in str(report)
 
 
 def test_json_holds_the_whole_report() -> None:
@@ -80,7 +97,7 @@ def test_json_holds_the_whole_report() -> None:
     assert data.pop("encore_report") == 1
     assert data == json.loads(json.dumps(dataclasses.asdict(report)))
     rows = tuple(DecisionRow(**{**row, "shape": tuple(row["shape"])}) for row in data.pop("decisions"))
-    graphs = tuple(GraphRow(**row) for row in data.pop("graphs"))
+    graphs = tuple(GraphRow(**{**row, "rewrites": tuple(row["rewrites"])}) for row in data.pop("graphs"))
     data |= {key: Prediction(**data[key]) for key in ("planned", "unplanned")} | {"plain": tuple(data["plain"])}
     assert encore.Report(**data, decisions=rows, graphs=graphs) == report
 

@@ -19,7 +19,8 @@ COLUMNS = (
     "ratio (spread)", "first step", "capture", "plan", "simulator", "gradients",
 )  # fmt: skip
 READING = """\
-Eager PyTorch and Encore run in one process, in turns, on the same seed and batch; a step is forward and backward.
+Eager PyTorch and Encore's eager lowering run in one process, in turns, on the same seed and batch; a step is forward
+and backward.
 **Peaks** are what the allocator reports for one step above what was alive before it; **predicted** is what Encore said
 before the step ran, and **error** how far that lies above what was measured. **Ratio** is Encore's step time over
 eager's: the median of the rounds, with the lowest and the highest round. **First step** is the first one through
