@@ -15,6 +15,7 @@ import encore
 from captured import train_step
 from encore.report.report import DecisionRow, GraphRow, Prediction
 from encore.report.table import LISTED_ROWS, _common_path, fold
+from encore.workloads import tiny
 
 
 class Block(nn.Module):
@@ -82,8 +83,9 @@ def test_the_numbers_of_a_report() -> None:
 
 
 def test_a_fused_report_tells_of_kernels_and_passes() -> None:
-    model = encore.compile(Deep(), lowering="fused")
-    train_step(model, torch.randn(16, 8))
+    workload = tiny("transformer")
+    model = encore.compile(workload.model, lowering="fused")
+    train_step(model, *workload.batch(0))
     report = encore.report(model)
     (graph,) = report.graphs
     assert 0 < graph.kernels <= graph.kernel_calls
