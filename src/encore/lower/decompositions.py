@@ -42,11 +42,14 @@ def sum_in_stages(
 def _sum_over(source: torch.Tensor, position: int) -> torch.Tensor:
     """Sum over one dimension, which stays with size 1."""
     size = source.shape[position]
-    if size >= LONG and size % PIECE == 0:
-        pieces = [*source.shape[:position], size // PIECE, PIECE, *source.shape[position + 1 :]]
-        partial = aten.sum.dim_IntList(source.reshape(pieces), [position + 1])
-        return aten.sum.dim_IntList(partial, [position], True)
-    return aten.sum.dim_IntList(source, [position], True)
+    if size < LONG:
+        return aten.sum.dim_IntList(source, [position], True)
+    left = size % PIECE
+    whole = source.narrow(position, 0, size - left)
+    pieces = [*source.shape[:position], size // PIECE, PIECE, *source.shape[position + 1 :]]
+    partial = aten.sum.dim_IntList(whole.reshape(pieces), [position + 1])
+    total: torch.Tensor = aten.sum.dim_IntList(partial, [position], True)
+    return total + aten.sum.dim_IntList(source.narrow(position, size - left, left), [position], True) if left else total
 
 
 def sum_of_all(source: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:

@@ -31,7 +31,7 @@ import torch
 from encore.cost.cache import cache_directory, machine_key
 from encore.lower import inductor_private
 from encore.lower.inductor_private import CppFunction, LoweringError
-from encore.lower.module_text import bytes_aside
+from encore.lower.module_text import bytes_aside, returned_strides
 from encore.progress import progress
 from encore.schedule.kernel import Kernel
 
@@ -231,6 +231,8 @@ class _Lowered:
 
 def _lower(kernel: Kernel) -> _Lowered:
     source = inductor_private.module_source(kernel)
+    if not kernel.accepts(returned_strides(source)):
+        raise LoweringError("its results came out in another layout than the graph wants")
     _, _, functions = inductor_private.execute(source)
     return _Lowered(source, tuple(functions), bytes_aside(source))
 
@@ -253,4 +255,12 @@ def _open_store(folder: Path) -> KernelStore:
 
 def kernel_store() -> KernelStore:
     """The store of this machine, torch version and number of threads."""
-    return _open_store(cache_directory() / f"kernels-{machine_key()}-{torch.get_num_threads()}-threads")
+    facts = f"{machine_key()}-{_fingerprint()}-{torch.get_num_threads()}"
+    return _open_store(cache_directory() / f"kernels-{facts}")
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """Of the code that turns kernels into modules: what it made before it was changed is not used again."""
+    makers = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(maker.read_bytes() for maker in makers)).hexdigest()[:8]

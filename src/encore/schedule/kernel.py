@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,7 @@ class Kernel:
     operands: tuple[Operand, ...]
     calls: tuple[Call, ...]
     outputs: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     layouts: tuple[tuple[int, ...], ...]
     """Strides that the outputs must have."""
     over: tuple[tuple[int, int], ...]
@@ -74,6 +75,21 @@ class Kernel:
     @functools.cached_property
     def key(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()[:24]
+
+    def accepts(self, strides: Sequence[tuple[int, ...]]) -> bool:
+        """Are these the layouts its results must have? Those that go over an operand have that operand's anyway; the
+        stride of a dimension with one element means nothing."""
+        taken = {position for position, _ in self.over}
+        wanted = [
+            (shape, layout)
+            for position, (shape, layout) in enumerate(zip(self.shapes, self.layouts, strict=True))
+            if position not in taken
+        ]
+        return len(wanted) == len(strides) and all(
+            len(layout) == len(found)
+            and all(size == 1 or mine == its for size, mine, its in zip(shape, layout, found, strict=True))
+            for (shape, layout), found in zip(wanted, strides, strict=True)
+        )
 
     @property
     def devices(self) -> set[str]:
@@ -125,6 +141,7 @@ def describe_kernel(graph: Graph, group: Group, over: Iterable[tuple[int, int]])
         operands=tuple(_operand(graph, value) for value in group.reads),
         calls=tuple(calls),
         outputs=tuple(numbers[value] for value in group.writes),
+        shapes=tuple(graph.values[value].shape for value in group.writes),
         layouts=tuple(graph.values[value].stride for value in group.writes),
         over=tuple((group.writes.index(written), numbers[operand]) for written, operand in over),
     )
