@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterator
 
 import pytest
 import torch
 
+CACHE = "ENCORE_CACHE_DIR"
 
-@pytest.fixture(scope="session", autouse=True)
-def _cache_of_this_run() -> Iterator[None]:
-    # pytest's own temporary folders outlive three runs, and the compiled headers in this one are large.
-    with tempfile.TemporaryDirectory(prefix="encore-tests-") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ENCORE_CACHE_DIR", folder)
-        yield
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One cache for the run, made by the process that was started and inherited by its workers.
+
+    pytest's own temporary folders outlive three runs, and the compiled headers in this one are large.
+    """
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory(prefix="encore-tests-")
+        before = os.environ.get(CACHE)
+        os.environ[CACHE] = folder.name
+        config.add_cleanup(folder.cleanup)
+        config.add_cleanup(lambda: os.environ.update({CACHE: before or ""}))
+    else:
+        torch.set_num_threads(1)  # a core each
 
 
 @pytest.fixture(autouse=True)

@@ -313,7 +313,8 @@ SCRIPT = """
 def run_script(**environment: str) -> Any:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT)],
-        capture_output=True, text=True, check=False, env={**os.environ, **environment},
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)

@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 import torch._inductor.config as inductor_config
-from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import compile_fx_inner
@@ -76,7 +75,8 @@ def module_source(kernel: Kernel) -> str:
         try:
             with mode:  # decompositions make constants: fake ones, please
                 traced = make_fx(_as_function(kernel), decomposition_table=decompositions())(*operands)
-            _demand_layouts(traced, kernel, mode)
+            (end,) = traced.graph.find_nodes(op="output")
+            end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
             compiled = compile_fx_inner(traced, operands, is_inference=True)
         except Exception as error:  # whatever it is, the kernel's operators run one by one
             raise LoweringError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
@@ -98,7 +98,9 @@ def _as_function(kernel: Kernel) -> Callable[..., Any]:
         for call in kernel.calls:
             args, kwargs = map_refs((call.args, dict(call.kwargs)), values.__getitem__)
             values += each_result(call, call.target(*args, **kwargs))
-        outputs = [values[number] for number in kernel.outputs]
+        outputs = [
+            _laid_out(values[number], layout) for number, layout in zip(kernel.outputs, kernel.layouts, strict=True)
+        ]
         for position, operand in kernel.over:
             operands[operand].copy_(outputs[position])
         taken = {position for position, _ in kernel.over}
@@ -107,17 +109,13 @@ def _as_function(kernel: Kernel) -> Callable[..., Any]:
     return run
 
 
-def _demand_layouts(traced: fx.GraphModule, kernel: Kernel, mode: FakeTensorMode) -> None:
-    """Have every output laid out as the graph says, whatever its decomposition would have made of it."""
-    (end,) = traced.graph.find_nodes(op="output")
-    taken = {position for position, _ in kernel.over}
-    layouts = [layout for position, layout in enumerate(kernel.layouts) if position not in taken]
-    for node, layout in zip(end.args[0], layouts, strict=True):
-        value = node.meta["val"]
-        if tuple(value.stride()) != layout:
-            with mode:
-                node.meta["val"] = torch.empty_strided(value.shape, layout, dtype=value.dtype, device=value.device)
-    end.meta["user_visible_output_idxs"] = list(range(len(layouts)))
+def _laid_out(output: torch.Tensor, layout: tuple[int, ...]) -> torch.Tensor:
+    """The output as the graph wants it stored, whatever its decomposition has made of it."""
+    if tuple(output.stride()) == layout:
+        return output
+    order = sorted(range(output.dim()), key=lambda position: (-layout[position], position))
+    dense = output.permute(order).clone(memory_format=torch.contiguous_format)
+    return dense.permute([order.index(position) for position in range(output.dim())])
 
 
 @contextmanager
