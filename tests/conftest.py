@@ -26,6 +26,13 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)  # a core each
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A deep network with many kernels takes half a minute to compile: in `make test`, only the promises look at it."""
+    for item in items:
+        if "fused-resnet" in item.nodeid and "test_promises" not in item.nodeid:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _clean_start() -> None:
     torch._dynamo.reset()

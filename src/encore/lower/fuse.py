@@ -7,6 +7,7 @@ until it ends. A kernel at fault for a higher peak is taken apart again, with ev
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from encore.schedule.kernel import Kernel
 if TYPE_CHECKING:
     from encore.cost import Workspaces
 
-LARGEST_EXCEPTION = 40
+log = logging.getLogger("encore")
+
+MOST_TAKEN_APART = 40
 """Structures taken apart for the sake of the peak before fusing is given up for the graph."""
 
 
@@ -37,9 +40,9 @@ class FusedPlan:
 def fuse_plan(plan: Plan, workspaces: Workspaces, store: KernelStore, *, compile_kernels: bool) -> FusedPlan:
     """Fuse what can be fused. Without compiling (an estimate), every kernel is taken to work."""
     refused: dict[str, str] = {}
-    apart: set[str] = set()
+    apart = {""}
     fresh = 0
-    for _ in range(LARGEST_EXCEPTION):
+    for _ in range(MOST_TAKEN_APART):
         schedule = fuse(plan.schedule, lambda kernel: kernel.key in refused or kernel.key in apart)
         kernels = kernels_of(schedule)
         compiled: Mapping[str, CompiledKernel] = {}
@@ -58,7 +61,12 @@ def fuse_plan(plan: Plan, workspaces: Workspaces, store: KernelStore, *, compile
         if timeline.step_peak <= plan.timeline.step_peak:
             _tell(refused)
             return FusedPlan(dataclasses.replace(plan, schedule=schedule, timeline=timeline), compiled, fresh)
-        apart.add(_at_fault(timeline))
+        fault = _at_fault(timeline)
+        if fault in apart:
+            break
+        apart.add(fault)
+    log.info("operators stay separate: every way of fusing them that was tried raises the peak")
+    _tell(refused)
     return FusedPlan(plan, {}, fresh)
 
 
@@ -73,7 +81,7 @@ def _at_fault(timeline: Timeline) -> str:
     for moment in reversed(timeline.moments[: timeline.worst + 1]):
         if isinstance(moment.action, Fused):
             return moment.action.kernel.key
-    return ""
+    return ""  # nothing to take apart
 
 
 def _tell(refused: Mapping[str, str]) -> None:
