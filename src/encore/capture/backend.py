@@ -1,7 +1,8 @@
 """What Dynamo calls with each graph it finds: trace the joint graph, plan it, hand back callables that run the plan.
 
-Passes, in order, each named and timed: capture (AOTAutograd's trace) or capture of repeats, facts, verify, plan, lower.
-One INFO line a graph on the logger `encore`; `ENCORE_LOG=1` shows it on stderr.
+Passes, in order, each named and timed: capture (AOTAutograd's trace) or capture of repeats, facts, verify, plan (with
+the rewrites of the fused lowering), compile (its kernels), lower. One INFO line a graph on the logger `encore`;
+`ENCORE_LOG=1` shows it on stderr.
 """
 
 from __future__ import annotations

@@ -7,13 +7,11 @@ in parallel. Variances are taken around the mean in a second pass, for the same 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._inductor.decomposition import select_decomp_table
 
 aten = torch.ops.aten
 LONG = 256
@@ -89,11 +87,10 @@ def var_mean_in_stages(
     return variance, mean
 
 
-@functools.cache
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The table to trace kernels with."""
+def with_sums_in_stages(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """A table of decompositions with these in place of its own."""
     return {
-        **select_decomp_table(),
+        **table,
         aten.sum.dim_IntList: sum_in_stages,
         aten.sum.default: sum_of_all,
         aten.mean.dim: mean_in_stages,

@@ -8,6 +8,7 @@ lowered under a tracing context of its own, or its strides would leak into AOTAu
 
 from __future__ import annotations
 
+import functools
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +25,12 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions, get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from encore.graph.values import map_refs
-from encore.lower.decompositions import decompositions
+from encore.lower.decompositions import with_sums_in_stages
 from encore.schedule.kernel import Kernel, Operand, each_result
 
 
@@ -74,13 +76,18 @@ def module_source(kernel: Kernel) -> str:
     with tracing(TracingContext(mode)), _settings(), _no_functions_compiled():
         try:
             with mode:  # decompositions make constants: fake ones, please
-                traced = make_fx(_as_function(kernel), decomposition_table=decompositions())(*operands)
+                traced = make_fx(_as_function(kernel), decomposition_table=_decompositions())(*operands)
             (end,) = traced.graph.find_nodes(op="output")
             end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
             compiled = compile_fx_inner(traced, operands, is_inference=True)
         except Exception as error:  # whatever it is, the kernel's operators run one by one
             raise LoweringError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     return compiled.source_code  # type: ignore[attr-defined,no-any-return]
+
+
+@functools.cache
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    return with_sums_in_stages(select_decomp_table())
 
 
 def _fake(mode: FakeTensorMode, operand: Operand) -> torch.Tensor:

@@ -96,7 +96,10 @@ class _Spreading:
                 raise _StandsAgainstError from error
         for value in op.reads:
             self._lay_out(op, value, torch.contiguous_format)
-        return run()
+        try:
+            return run()
+        except RuntimeError as error:
+            raise _StandsAgainstError from error
 
     def _changed(self, value: int) -> bool:
         return bool(self.graph.values[value].stride != self.editor.original.values[value].stride)
