@@ -276,7 +276,7 @@ def test_a_refused_kernel_is_taken_apart_and_the_schedule_stays_legal(which: str
     actions = kernels(fuse(apart).forward + fuse(apart).backward)
     refused = {"all": actions, "first": actions[:1], "last": actions[-1:]}[which]
     keys = {action.kernel.key for action in refused}
-    schedule = fuse(apart, lambda kernel: kernel.key in keys)
+    schedule = fuse(apart, lambda action: action.kernel.key in keys)
     replay(schedule)
     left = kernels(schedule.forward + schedule.backward)
     assert keys.isdisjoint(action.kernel.key for action in left)

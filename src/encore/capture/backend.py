@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -152,6 +153,7 @@ class _GraphCompilation:
             return unplanned
         outlive = unplanned.timeline.outputs_outlive
 
+        @functools.cache
         def keep(graph: Graph) -> Plan:
             return keep_everything(graph, workspaces, outputs_outlive=outlive)
 

@@ -1,7 +1,7 @@
 """A plan made of operators -> the same plan made of kernels that exist and never hold more than the operators did.
 
 Fusing takes memory away almost everywhere, but a kernel allocates all its results at once and keeps all its operands
-until it ends. A kernel at fault for a higher peak is taken apart again, with every other one of its structure.
+until it ends. A kernel at fault for a higher peak is taken apart again; where several of one structure are, all are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("encore")
 
 MOST_TAKEN_APART = 40
-"""Structures taken apart for the sake of the peak before fusing is given up for the graph."""
+"""Kernels taken apart for the sake of the peak before fusing is given up for the graph."""
+FEW = 3
+"""Kernels of one structure that are taken apart by themselves before the structure is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,15 @@ class FusedPlan:
 def fuse_plan(plan: Plan, workspaces: Workspaces, store: KernelStore, *, compile_kernels: bool) -> FusedPlan:
     """Fuse what can be fused. Without compiling (an estimate), every kernel is taken to work."""
     refused: dict[str, str] = {}
-    apart = {""}
+    apart: dict[str, set[tuple[int, ...]]] = {}
     fresh = 0
+
+    def separate(action: Fused) -> bool:
+        taken = apart.get(action.kernel.key, ())
+        return action.kernel.key in refused or len(taken) > FEW or action.ops in taken
+
     for _ in range(MOST_TAKEN_APART):
-        schedule = fuse(plan.schedule, lambda kernel: kernel.key in refused or kernel.key in apart)
+        schedule = fuse(plan.schedule, separate)
         kernels = kernels_of(schedule)
         compiled: Mapping[str, CompiledKernel] = {}
         if compile_kernels:
@@ -62,9 +69,9 @@ def fuse_plan(plan: Plan, workspaces: Workspaces, store: KernelStore, *, compile
             _tell(refused)
             return FusedPlan(dataclasses.replace(plan, schedule=schedule, timeline=timeline), compiled, fresh)
         fault = _at_fault(timeline)
-        if fault in apart:
+        if fault is None:
             break
-        apart.add(fault)
+        apart.setdefault(fault.kernel.key, set()).add(fault.ops)
     log.info("operators stay separate: every way of fusing them that was tried raises the peak")
     _tell(refused)
     return FusedPlan(plan, {}, fresh)
@@ -76,12 +83,10 @@ def kernels_of(schedule: Schedule) -> dict[str, Kernel]:
     return {action.kernel.key: action.kernel for action in actions if isinstance(action, Fused)}
 
 
-def _at_fault(timeline: Timeline) -> str:
+def _at_fault(timeline: Timeline) -> Fused | None:
     """The kernel that runs at the worst moment, else the last one before it."""
-    for moment in reversed(timeline.moments[: timeline.worst + 1]):
-        if isinstance(moment.action, Fused):
-            return moment.action.kernel.key
-    return ""  # nothing to take apart
+    before = reversed(timeline.moments[: timeline.worst + 1])
+    return next((moment.action for moment in before if isinstance(moment.action, Fused)), None)
 
 
 def _tell(refused: Mapping[str, str]) -> None:

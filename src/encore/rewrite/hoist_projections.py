@@ -18,11 +18,10 @@ from encore.rewrite.judge import Judge
 from encore.rewrite.matmuls import Product, depends_on, device_of, exported, is_contiguous, products
 
 aten = torch.ops.aten
-FEWEST_STEPS = 4
 
 
 def hoist_projections(graph: Graph, judge: Judge, chunk: int) -> Graph:
-    """The graph with independent products of one weight stacked, at most `chunk` at a time."""
+    """The graph with independent products of one weight stacked, `chunk` at a time."""
     groups: dict[tuple[object, ...], list[Product]] = {}
     leaving = exported(graph)
     for found in products(graph):
@@ -33,12 +32,12 @@ def hoist_projections(graph: Graph, judge: Judge, chunk: int) -> Graph:
             groups.setdefault(key, []).append(found)
     editor = Editor(graph)
     for members in groups.values():
-        if len(members) >= FEWEST_STEPS:
+        if len(members) >= chunk:
             tainted = depends_on(graph, (member.result for member in members))
             free = [member for member in members if member.left not in tainted and member.right not in tainted]
             for start in range(0, len(free), chunk):
                 part = free[start : start + chunk]
-                if len(part) >= FEWEST_STEPS and judge.stacking_pays(graph, part):
+                if len(part) == chunk and judge.stacking_pays(graph, part):
                     _stack(editor, part)
     return editor.finish()
 

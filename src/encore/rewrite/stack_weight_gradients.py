@@ -18,7 +18,6 @@ from encore.rewrite.judge import Judge
 from encore.rewrite.matmuls import Product, device_of, products
 
 aten = torch.ops.aten
-FEWEST_STEPS = 4
 
 
 def stack_weight_gradients(graph: Graph, judge: Judge, chunk: int) -> Graph:
@@ -27,7 +26,7 @@ def stack_weight_gradients(graph: Graph, judge: Judge, chunk: int) -> Graph:
     for chain in _chains(graph):
         for start in range(0, len(chain), chunk):
             part = chain[start : start + chunk]
-            if len(part) >= FEWEST_STEPS and judge.stacking_gradients_pays(graph, part):
+            if len(part) == chunk and judge.stacking_gradients_pays(graph, part):
                 _stack(editor, part)
     return editor.finish()
 
@@ -46,7 +45,7 @@ def _chains(graph: Graph) -> list[list[Product]]:
         chain.append(found)
         if len(graph.values[found.result].readers) == 1:
             continued[found.result] = chain
-    return [chain for chain in chains if len(chain) >= FEWEST_STEPS]
+    return chains
 
 
 def _transposed(graph: Graph, found: Product) -> bool:

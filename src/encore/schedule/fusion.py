@@ -16,19 +16,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_fusible
 from encore.schedule.actions import Action, Fused, Run, Schedule
-from encore.schedule.kernel import Group, Kernel, is_describable
+from encore.schedule.kernel import Group, is_describable
 from encore.schedule.order import free_at_last_use
 
-MOST_OPERANDS = 24
+MOST_OPERANDS = 8
 """A kernel with more operands than this (a `cat` of all time steps) gains nothing from being one."""
 
 
 Item = Op | Group
-Refused = Callable[[Kernel], bool]
+Refused = Callable[[Fused], bool]
 
 
-def fuse(schedule: Schedule, refused: Refused = lambda kernel: False) -> Schedule:
-    """The same step with its runs of cheap operators fused; kernels that are `refused` stay separate operators."""
+def fuse(schedule: Schedule, refused: Refused = lambda action: False) -> Schedule:
+    """The same step with its runs of cheap operators fused; what is `refused` stays separate operators."""
     graph = schedule.graph
     outputs = {value for value in graph.outputs if value is not None}
     gradients = {value for value in graph.gradients if value is not None}
@@ -50,7 +50,7 @@ def _fuse_phase(
     items = _Grouping(graph, ops, keep).items()
     while True:
         stream = free_at_last_use(graph, items, given, keep)
-        turned_down = {action.ops for action in stream if isinstance(action, Fused) and refused(action.kernel)}
+        turned_down = {action.ops for action in stream if isinstance(action, Fused) and refused(action)}
         if not turned_down:
             return stream
         items = _split(items, turned_down)
