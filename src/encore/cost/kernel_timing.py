@@ -46,7 +46,7 @@ def kernel_seconds(kernel: Kernel, call: Call) -> float:
         sets = [_operands(kernel) for _ in range(sets_of_operands(_footprint(kernel)))]
         calls = [_bound(call, operands) for operands in sets]
         if not kernel.over:
-            return seconds_of(calls, _footprint(kernel), cuda=_on_cuda(kernel))
+            return seconds_of(calls, cuda=_on_cuda(kernel))
         spoiled = [operands[number] for operands in sets for _, number in kernel.over]
         good = [tensor.clone() for tensor in spoiled]
 
@@ -54,7 +54,7 @@ def kernel_seconds(kernel: Kernel, call: Call) -> float:
             for tensor, original in zip(spoiled, good, strict=True):
                 tensor.copy_(original)
 
-        return seconds_of(calls, _footprint(kernel), cuda=_on_cuda(kernel), refresh=refresh)
+        return seconds_of(calls, cuda=_on_cuda(kernel), refresh=refresh)
 
 
 def may_run(kernel: Kernel) -> bool:

@@ -82,16 +82,16 @@ def is_duration(number: float) -> bool:
 def _multiply(device: str, dtype: torch.dtype) -> float:
     side = SIDE[device.partition(":")[0]]
     left, right = (torch.full((side, side), 0.01, dtype=dtype, device=device) for _ in range(2))
-    return 2 * side**3 / seconds_of([lambda: left @ right], 2 * left.nbytes, cuda=device != "cpu")
+    return 2 * side**3 / seconds_of([lambda: left @ right], cuda=device != "cpu")
 
 
 def _copy(device: str) -> float:
     size = COPIED[device.partition(":")[0]]
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / seconds_of([lambda: target.copy_(source)], 2 * size, cuda=device != "cpu")
+    return 2 * size / seconds_of([lambda: target.copy_(source)], cuda=device != "cpu")
 
 
 def _view() -> float:
     tensor, view = torch.zeros(8, 8), callable_for(torch.ops.aten.view.default)
-    return 1 / seconds_of([lambda: view(tensor, [64])], 0)
+    return 1 / seconds_of([lambda: view(tensor, [64])])

@@ -116,10 +116,10 @@ def may_run(graph: Graph, op: Op) -> bool:
 
 def op_seconds(graph: Graph, op: Op, over: int | None = None) -> float:
     """Time one operator on made-up operands. What it writes over is not made good between the few runs there are."""
-    cuda, footprint = on_cuda(graph, op), _footprint(graph, op)
+    cuda = on_cuda(graph, op)
     with torch.no_grad(), generators_kept(cuda=cuda):
-        calls = [made_up_call(graph, op, over) for _ in range(sets_of_operands(footprint))]
-        return seconds_of(calls, footprint, cuda=cuda)
+        calls = [made_up_call(graph, op, over) for _ in range(sets_of_operands(_footprint(graph, op)))]
+        return seconds_of(calls, cuda=cuda)
 
 
 def _footprint(graph: Graph, op: Op) -> int:

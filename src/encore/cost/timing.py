@@ -2,17 +2,18 @@
 
 **How warm are caches?** A loop over one call has its operands, and PyTorch's own code, in the nearest cache: views and
 small operators take twice to four times as long in a step as they do there. So calls are timed one at a time, and off
-the clock, before each, as many bytes are copied as the call itself touches: the operators around it in a step are of
-its size, mostly. Large ones find L1 and L2 empty then, small ones find what they need a little further away. Two sets
-of operands take turns, so that of what L3 might just hold, half is new.
+the clock, before each, a megabyte is copied, as other operators of a step would: what was in L1 and most of L2 is
+gone, L3 is as it was. Two sets of operands take turns, so that of what L3 might just hold, half is new.
 
-**Which run counts?** The median of the undisturbed ones. A run during which the system took the processor away from
-one of our threads tells nothing: with a busy neighbour, one call of two threads may wait 8 ms for the second thread.
+**Which run counts?** The best one: whatever else the machine is doing only ever adds. Runs during which the system took
+the processor away from one of our threads tell nothing (with a busy neighbour, one call of two threads may wait 8 ms
+for the second thread), so more are made for them, within limits.
 """
 
 from __future__ import annotations
 
-import statistics
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,42 +36,34 @@ LONG_SECONDS = 0.05
 """Calls that take longer are run twice, and the better one counts: the first also made what PyTorch keeps."""
 QUEUED_SECONDS = 5e-4
 """What is queued at a time on CUDA, where a single call would be timed with the wait for it."""
-FEWEST_COPIED = 1 << 16
-MOST_COPIED = 1 << 21
-"""Bytes that are copied in between; twice the most is more than L2 holds."""
+COPIED = 1 << 20
+"""Bytes that are copied in between: with their copy, more than L2 holds."""
 
 
 def seconds_of(
-    calls: Sequence[Callable[[], Any]],
-    footprint: int,
-    *,
-    cuda: bool = False,
-    refresh: Callable[[], Any] | None = None,
+    calls: Sequence[Callable[[], Any]], *, cuda: bool = False, refresh: Callable[[], Any] | None = None
 ) -> float:
-    """Seconds of one call that touches `footprint` bytes; `calls` do the same on different operands, and take turns.
-    Where they spoil their operands, `refresh` makes these good, off the clock."""
+    """Seconds of one call; `calls` do the same on different operands, and take turns. Where they spoil their operands,
+    `refresh` makes these good, off the clock."""
     began = time.perf_counter()
-    first, second = (_run(call, 1, cuda)[0] for call in (calls[0], calls[-1]))
-    best = min(first, second)
+    best = min(_run(call, 1, cuda)[0] for call in (calls[0], calls[-1]))
     if best > LONG_SECONDS:
         return best
     queued = max(1, round(QUEUED_SECONDS / best)) if cuda else 1
-    copied = min(max(footprint, FEWEST_COPIED), MOST_COPIED)
-    source, target = (torch.zeros(copied, dtype=torch.uint8) for _ in range(2))
-    quiet: list[float] = []
-    while len(quiet) < RUNS:
+    best = math.inf  # the caches were as the last call, or the making of operands, had left them
+    source, target = (torch.zeros(COPIED, dtype=torch.uint8) for _ in range(2))
+    quiet = 0
+    for call in itertools.cycle(calls):
         if refresh is not None:
             refresh()
-        call = calls[len(quiet) % len(calls)]
         target.copy_(source)
         found, disturbed = _run(call, queued, cuda)
         best = min(best, found)
-        if not disturbed:
-            quiet.append(found)
+        quiet += not disturbed
         spent = time.perf_counter() - began
-        if spent > PATIENCE or (spent > MOST_SECONDS and len(quiet) >= FEW):
+        if quiet == RUNS or spent > PATIENCE or (spent > MOST_SECONDS and quiet >= FEW):
             break
-    return statistics.median(quiet) if len(quiet) >= FEW else best
+    return best
 
 
 def _run(call: Callable[[], Any], times: int, cuda: bool) -> tuple[float, bool]:
