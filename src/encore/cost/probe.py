@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from encore.cost.measure import measure_cpu, measure_cuda
 from encore.graph import Graph, Op
+from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST
 from encore.graph.values import Value, map_refs
 from encore.lower.calls import callable_for
+
+if TYPE_CHECKING:
+    from encore.schedule.kernel import Operand
+
+NOISE = 1 << 16
+"""Numbers that are drawn for one tensor; a larger one repeats them, since drawing takes longer than most operators."""
 
 
 def probe_workspace(graph: Graph, op: Op) -> int:
     """Bytes the operator had allocated at its worst moment beyond what its results hold in the end."""
+    call = made_up_call(graph, op)
+    measure = measure_cuda if on_cuda(graph, op) else measure_cpu
+    with torch.no_grad():
+        measured = measure(call)
+    return measured.step_peak - measured.left
+
+
+def made_up_call(graph: Graph, op: Op, over: int | None = None) -> Callable[[], Any]:
+    """The operator as the step will call it, bound to operands of its own; `over` is the one it writes over."""
     generators: dict[str, torch.Generator] = {}
     operands: dict[int, Any] = {}
 
@@ -28,16 +46,41 @@ def probe_workspace(graph: Graph, op: Op) -> int:
 
     args = map_refs(op.args, operand)
     kwargs = map_refs(op.kwargs, operand)
-    measure = measure_cuda if any(device.startswith("cuda") for device in generators) else measure_cpu
-    with torch.no_grad():
-        measured = measure(lambda: callable_for(op.target)(*args, **kwargs))
-    return measured.step_peak - measured.left
+    target = op.target
+    if over is not None and target in OUT_VARIANT:
+        target = OUT_VARIANT[target]
+        kwargs = {**kwargs, OUT_ARGUMENT[target]: operand(over)}
+    elif over is not None:
+        target = WRITES_FIRST[target]
+    return functools.partial(callable_for(target), *args, **kwargs)
 
 
-def made_up(value: Value, device: str, generator: torch.Generator) -> torch.Tensor:
-    """A tensor with the shape, strides and type of a value: noise for floats, zeros for indices."""
-    assert value.dtype is not None
-    if 0 in value.stride:
-        return torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
-    tensor = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
-    return tensor.normal_(generator=generator) if value.dtype.is_floating_point else tensor.zero_()
+def on_cuda(graph: Graph, op: Op) -> bool:
+    storages = (graph.values[value].storage for value in op.reads)
+    return any(graph.storages[storage].device.startswith("cuda") for storage in storages if storage is not None)
+
+
+def made_up(like: Value | Operand, device: str, generator: torch.Generator, *, offset: int = 0) -> torch.Tensor:
+    """A tensor with the shape, strides and type of a value: noise for floats, zeros for indices. Its first element
+    comes `offset` elements after the beginning of its memory."""
+    assert like.dtype is not None
+    memory = torch.empty(offset + span(like.shape, like.stride), dtype=like.dtype, device=device)
+    if like.dtype.is_floating_point:
+        _fill_with_noise(memory, generator)
+    else:
+        memory.zero_()
+    return memory.as_strided(like.shape, like.stride, offset)
+
+
+def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements of memory from the first to the last."""
+    steps = zip(shape, stride, strict=True)
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in steps)
+
+
+def _fill_with_noise(memory: torch.Tensor, generator: torch.Generator) -> None:
+    drawn = memory[:NOISE].normal_(generator=generator)
+    whole = len(memory) // NOISE * NOISE
+    if whole:
+        memory[:whole].view(-1, NOISE)[1:] = drawn
+        memory[whole:] = drawn[: len(memory) - whole]

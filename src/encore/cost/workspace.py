@@ -22,6 +22,7 @@ import torch
 from encore.cost.allocator import profiler_is_running
 from encore.cost.cache import machine_cache
 from encore.cost.probe import probe_workspace
+from encore.cost.signature import can_run, is_pure_aten, signature
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_pointwise
 from encore.graph.values import Ref
@@ -64,11 +65,11 @@ class Workspaces:
         return answers[op.id]
 
     def _answer(self, graph: Graph, op: Op) -> int:
-        if not _is_pure_aten(op):
+        if not is_pure_aten(op):
             return BOXED_SCALARS if op.kind is OpClass.RANDOM else 0
         if torch.Tag.pointwise in op.target.tags:
             return _pointwise(graph, op)
-        key = _signature(graph, op)
+        key = f"workspace {signature(graph, op)}"
         if key not in self._known:
             self._known[key] = self._ask(graph, op, key)
         return self._known[key]
@@ -80,7 +81,7 @@ class Workspaces:
         cached = self._cache.get(key)
         if cached is not None:
             return int(cached)
-        if not self.run or profiler_is_running() or not _can_run(graph, op):
+        if not self.run or profiler_is_running() or not can_run(graph, op):
             return _bound(graph, op)
         try:
             workspace = probe_workspace(graph, op)
@@ -89,13 +90,6 @@ class Workspaces:
             return _bound(graph, op)
         self._cache.put(key, workspace)
         return workspace
-
-
-def _is_pure_aten(op: Op) -> bool:
-    """PyTorch's own, drawing nothing and writing to nothing: safe to run on made-up operands."""
-    if op.kind is OpClass.OPAQUE:
-        return isinstance(op.target, torch._ops.OpOverload) and op.target.namespace == "aten"
-    return op.kind in (OpClass.CHEAP, OpClass.HEAVY)
 
 
 def _pointwise(graph: Graph, op: Op) -> int:
@@ -148,36 +142,6 @@ def _reordered(graph: Graph, op: Op) -> int:
                 padded[dimension] = -(-padded[dimension] // ONEDNN_CHANNELS) * ONEDNN_CHANNELS
         total += max(value.bytes, math.prod(padded) * (value.dtype.itemsize if value.dtype is not None else 0))
     return total
-
-
-def _can_run(graph: Graph, op: Op) -> bool:
-    """Are there devices for its operands, and memory layouts that can be made up?"""
-    for value in op.reads:
-        storage = graph.values[value].storage
-        if 0 in graph.values[value].shape:
-            return False  # kernels that take a size for granted have crashed on empty operands
-        if storage is None or (not graph.values[value].stride and graph.values[value].shape):
-            return False
-        kind = graph.storages[storage].device.partition(":")[0]
-        if not (kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())):
-            return False
-    return True
-
-
-def _signature(graph: Graph, op: Op) -> str:
-    """Everything the answer depends on, as text."""
-
-    def text(argument: Any) -> str:
-        if isinstance(argument, Ref):
-            value = graph.values[argument.value]
-            device = "" if value.storage is None else graph.storages[value.storage].device
-            return f"{value.dtype}{list(value.shape)}{list(value.stride)}{device}"
-        if isinstance(argument, tuple | list):
-            return f"({','.join(text(item) for item in argument)})"
-        return repr(argument)
-
-    options = ",".join(f"{key}={text(argument)}" for key, argument in sorted(op.kwargs.items()))
-    return f"workspace {op.target} {text(op.args)} {options} threads={torch.get_num_threads()}"
 
 
 def _first_result(graph: Graph, op: Op) -> int:

@@ -1,0 +1,121 @@
+"""Floating-point operations of the operators that compute more than they move: a table. A multiply-add counts as two.
+
+What is not in the table is taken to be bound by memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from encore.graph import Graph, Op
+from encore.graph.values import Ref
+
+Shape = tuple[int, ...]
+
+
+def flops(graph: Graph, op: Op) -> float:
+    """Of one call; 0 for operators that are bound by memory."""
+    if not isinstance(op.target, torch._ops.OpOverload):
+        return 0
+    count = COUNTS.get(op.target.overloadpacket.__name__)
+    return 0 if count is None else count(_Arguments(graph, op))
+
+
+class _Arguments:
+    """The arguments of a call by the names its schema gives them."""
+
+    def __init__(self, graph: Graph, op: Op) -> None:
+        names = [argument.name for argument in op.target._schema.arguments]
+        self._given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+        self._defaults = {argument.name: argument.default_value for argument in op.target._schema.arguments}
+        self._graph = graph
+        self.results = [graph.values[value].shape for value in op.writes if value is not None]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._given.get(name, self._defaults.get(name))
+
+    def shape(self, *names: str) -> Shape:
+        """Of the first of these arguments that there is."""
+        for name in names:
+            argument = self[name]
+            if isinstance(argument, Ref):
+                return self._graph.values[argument.value].shape
+        return ()
+
+
+def _product(left: str, right: str) -> Callable[[_Arguments], float]:
+    """Matrices, or stacks of them: each row of the left one meets each column of the right one."""
+    return lambda given: 2 * math.prod(given.shape(left)) * given.shape(right)[-1]
+
+
+def _linear(given: _Arguments) -> float:
+    return 2 * math.prod(given.shape("input")) * given.shape("weight")[0]
+
+
+def _convolution(given: _Arguments) -> float:
+    """Every filter meets every position of the result; of the source, where the convolution is transposed."""
+    weight = given.shape("weight")
+    positions = given.shape("input") if given["transposed"] else given.results[0]
+    return 2 * math.prod(positions) * math.prod(weight[1:])
+
+
+def _convolution_backward(given: _Arguments) -> float:
+    """As much as forward for the source's gradient, and for the weight's; the bias is a sum."""
+    weight = given.shape("weight")
+    positions = given.shape("input") if given["transposed"] else given.shape("grad_output")
+    wanted = sum(bool(flag) for flag in given["output_mask"][:2])
+    return 2 * wanted * math.prod(positions) * math.prod(weight[1:])
+
+
+def _attention(given: _Arguments) -> float:
+    """Scores, and the mix of values; half of them where no query looks ahead."""
+    return (2 * _scores(given) + 2 * _mix(given)) * (0.5 if given["is_causal"] else 1)
+
+
+def _attention_backward(given: _Arguments) -> float:
+    """Scores again, their gradient, and the gradients of query, key and value."""
+    return (6 * _scores(given) + 4 * _mix(given)) * (0.5 if given["is_causal"] else 1)
+
+
+def _scores(given: _Arguments) -> float:
+    return math.prod(given.shape("query")) * given.shape("key")[-2]
+
+
+def _mix(given: _Arguments) -> float:
+    return math.prod(given.shape("query")[:-1]) * math.prod(given.shape("value")[-2:])
+
+
+def _recurrent(given: _Arguments) -> float:
+    """Both weight matrices meet every step of every sequence; the cell itself hardly counts."""
+    steps = math.prod(given.shape("input")[:-1])
+    matrices = (("weight0", "weight1"), ("weight1", "weight2"))[given["weight0"] is None]  # backward counts from 1
+    return 2 * steps * sum(math.prod(given.shape(name)) for name in matrices)
+
+
+COUNTS: dict[str, Callable[[_Arguments], float]] = {
+    "mm": _product("self", "mat2"),
+    "bmm": _product("self", "mat2"),
+    "_int_mm": _product("self", "mat2"),
+    "_scaled_mm": _product("self", "mat2"),
+    "addmm": _product("mat1", "mat2"),
+    "addbmm": _product("batch1", "batch2"),
+    "baddbmm": _product("batch1", "batch2"),
+    "linear": _linear,
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "_scaled_dot_product_flash_attention": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_efficient_attention": _attention,
+    "_scaled_dot_product_cudnn_attention": _attention,
+    "_scaled_dot_product_flash_attention_backward": _attention_backward,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "_scaled_dot_product_efficient_attention_backward": _attention_backward,
+    "_scaled_dot_product_cudnn_attention_backward": _attention_backward,
+    "mkldnn_rnn_layer": _recurrent,
+    "mkldnn_rnn_layer_backward": lambda given: 2 * _recurrent(given),
+}
+"""By the operator's name without its overload."""

@@ -1,0 +1,86 @@
+"""Seconds by arithmetic and bytes, for what is not measured.
+
+An operator is taken to run at the machine's full speed in whichever it has more of, plus the way into it: a lower
+bound for operators that reach neither, and good enough to compare. Functions such as tanh take a while even in
+registers; they are charged by the element, which matters in fused kernels, where little is moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from encore.cost.flops import flops
+from encore.cost.rates import Rates
+from encore.graph import Graph, Op, OpClass
+from encore.graph.values import Value, span_bytes
+from encore.schedule import Fused
+
+OPERATOR_CALL = 2.5
+KERNEL_CALL = 4.0
+"""A call that allocates a result, and one of a compiled kernel, in calls of a view."""
+
+NANOSECONDS: dict[str, float] = {
+    "exp": 0.3, "exp2": 0.3, "expm1": 0.6, "log": 0.4, "log1p": 0.6, "log2": 0.5, "sigmoid": 0.4, "silu": 0.4,
+    "tanh": 0.6, "erf": 0.6, "gelu": 0.8, "gelu_backward": 1.2, "silu_backward": 0.6, "softplus": 1.0, "mish": 1.5,
+    "mish_backward": 2.0, "elu": 0.5, "logsumexp": 0.4, "_softmax": 0.4, "_log_softmax": 0.4,
+    "_log_softmax_backward_data": 0.4, "sin": 0.6, "cos": 0.6, "tan": 1.2, "pow": 1.5, "sqrt": 0.15, "rsqrt": 0.2,
+    "dropout_noise": 2.0, "bernoulli_noise": 2.0, "native_dropout": 2.0, "bernoulli": 2.0, "rand": 2.0,
+    "rand_like": 2.0, "randn": 3.0, "randn_like": 3.0,
+}  # fmt: skip
+"""By operator, of one thread and element, in vector registers of 512 bits; twice that where they have 256."""
+OTHERWISE = 0.05
+"""Additions, products, comparisons."""
+
+GATHERS = frozenset({"embedding", "index", "index_select", "gather", "take"})
+"""Operators that read of their first operand no more than what they return."""
+
+
+def op_roofline(graph: Graph, op: Op, rates: Rates) -> float:
+    """Seconds of one operator."""
+    read = (op.writes[0], *op.reads[1:]) if _packet(op) in GATHERS else op.reads
+    values = _values(graph, (*read, *op.writes))
+    device = _device(graph, values)
+    moved = sum(map(_bytes, values)) / rates.bandwidth(device)
+    count = flops(graph, op)
+    computed = count / rates.flops(device, values[0].dtype) if count else _arithmetic(graph, op, device)
+    return OPERATOR_CALL * rates.view + max(moved, computed)
+
+
+def kernel_roofline(graph: Graph, action: Fused, rates: Rates) -> float:
+    """Seconds of one fused kernel: what it is given and leaves is moved, what lives inside is only computed."""
+    values = _values(graph, (*action.reads, *action.writes))
+    device = _device(graph, values)
+    moved = sum(map(_bytes, values)) / rates.bandwidth(device)
+    inside = (graph.ops[number] for number in action.ops)
+    return KERNEL_CALL * rates.view + moved + sum(_arithmetic(graph, op, device) for op in inside)
+
+
+def _arithmetic(graph: Graph, op: Op, device: str) -> float:
+    """Seconds in registers. A reduction works through what it reads. CUDA has registers to spare: nothing."""
+    if device != "cpu" or op.kind is OpClass.VIEW:
+        return 0.0
+    elements = max((math.prod(value.shape) for value in _values(graph, (*op.reads, *op.writes))), default=0)
+    return elements * NANOSECONDS.get(_packet(op), OTHERWISE) * 1e-9 / torch.get_num_threads()
+
+
+def _packet(op: Op) -> str:
+    return op.target.overloadpacket.__name__ if isinstance(op.target, torch._ops.OpOverload) else ""
+
+
+def _values(graph: Graph, numbers: Iterable[int | None]) -> list[Value]:
+    found = (graph.values[number] for number in numbers if number is not None)
+    return [value for value in found if value.storage is not None]
+
+
+def _bytes(value: Value) -> int:
+    """What is really touched: an expanded tensor is read from cache after the first time, a slice skips elements."""
+    return min(span_bytes(value), value.bytes)
+
+
+def _device(graph: Graph, values: list[Value]) -> str:
+    """Where it runs: on the accelerator if anything is there."""
+    devices = [graph.storages[value.storage].device for value in values if value.storage is not None]
+    return next((device for device in devices if device != "cpu"), "cpu")

@@ -1,0 +1,139 @@
+"""What every operator and fused kernel of a schedule costs in seconds, on this machine.
+
+FLOP counts rank memory-bound operators wrongly, and say nothing of the way from Python into one. So operators are
+asked: each distinct call is timed once on made-up operands, called as the step will call it, and the answer is kept on
+disk. A view costs its call; a kernel that has not been compiled, and whatever may not be run (nothing in an estimate,
+nothing beside a user's profiler, no operator that writes to its operands or talks to somebody, none that would need too
+much memory), costs what its arithmetic and bytes say.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+import torch
+
+from encore.cost.allocator import profiler_is_running
+from encore.cost.cache import machine_cache
+from encore.cost.probe import made_up_call, on_cuda
+from encore.cost.rates import Rates, is_duration
+from encore.cost.roofline import kernel_roofline, op_roofline
+from encore.cost.room import has_room, sets_of_operands
+from encore.cost.signature import can_run, is_pure_aten, signature
+from encore.cost.timing import generators_kept, seconds_of
+from encore.graph import Graph, Op, OpClass
+from encore.graph.values import span_bytes
+from encore.schedule import Free, Fused, Schedule
+
+log = logging.getLogger("encore")
+
+
+class Seconds:
+    """Answers for the operators and kernels of graphs. `run=False` never runs anything."""
+
+    def __init__(self, *, run: bool) -> None:
+        self.run = run
+        self._cache = machine_cache()
+        self._rates = Rates(run=run)
+        self._known: dict[str, float] = {}
+        self._guessed: dict[str, float] = {}
+        self._answers: weakref.WeakKeyDictionary[Graph, dict[tuple[int, int | None], float]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __call__(self, graph: Graph, op: Op | Fused, over: int | None = None) -> float:
+        """Seconds of one call; of an operator that writes over its operand `over`, where that is given."""
+        if isinstance(op, Fused):
+            return self._of_kernel(graph, op)
+        if op.kind is OpClass.VIEW:
+            return self._rates.view
+        answers = self._answers.setdefault(graph, {})
+        if (op.id, over) not in answers:
+            answers[op.id, over] = self._of_operator(graph, op, over)
+        return answers[op.id, over]
+
+    def learn(self, kernel_key: str, seconds: float) -> None:
+        """A compiled kernel has been timed."""
+        self._known[_kernel(kernel_key)] = seconds
+        self._cache.put(_kernel(kernel_key), seconds)
+
+    def knows(self, kernel_key: str) -> bool:
+        """Has this kernel been timed, here or in an earlier process?"""
+        return self._recall(_kernel(kernel_key)) is not None
+
+    def save(self) -> None:
+        self._cache.save()
+
+    def _of_kernel(self, graph: Graph, action: Fused) -> float:
+        key = action.kernel.key
+        known = self._recall(_kernel(key))
+        if known is not None:
+            return known
+        if key not in self._guessed:
+            self._guessed[key] = kernel_roofline(graph, action, self._rates)
+        return self._guessed[key]
+
+    def _of_operator(self, graph: Graph, op: Op, over: int | None) -> float:
+        key = f"seconds {signature(graph, op)}{'' if over is None else ' over'}"
+        known = self._recall(key)
+        if known is not None:
+            return known
+        if not self.run or profiler_is_running() or not may_run(graph, op):
+            return op_roofline(graph, op, self._rates)
+        try:
+            seconds = op_seconds(graph, op, over)
+        except Exception as error:  # made-up operands may be refused; the step itself will still run
+            log.info("the seconds of %s are a guess: it could not be run (%s)", op.target, error)
+            seconds = op_roofline(graph, op, self._rates)
+        else:
+            self._cache.put(key, seconds)
+        self._known[key] = seconds
+        return seconds
+
+    def _recall(self, key: str) -> float | None:
+        if key not in self._known:
+            cached = self._cache.get(key)
+            if cached is None or not is_duration(cached):
+                return None
+            self._known[key] = cached
+        return self._known[key]
+
+
+def _kernel(kernel_key: str) -> str:
+    return f"seconds kernel {kernel_key} threads={torch.get_num_threads()}"
+
+
+def may_run(graph: Graph, op: Op) -> bool:
+    """Is it safe to try out? Draws are: the generators are put back."""
+    draws = op.kind is OpClass.RANDOM and op.target.namespace in ("aten", "encore")
+    if not (draws or is_pure_aten(op)) or not can_run(graph, op):
+        return False
+    if any(isinstance(argument, torch.Generator) for argument in (*op.args, *op.kwargs.values())):
+        return False  # the user's own
+    return has_room(_footprint(graph, op), cuda=on_cuda(graph, op))
+
+
+def op_seconds(graph: Graph, op: Op, over: int | None = None) -> float:
+    """Time one operator on made-up operands. What it writes over is not made good between the few runs there are."""
+    cuda = on_cuda(graph, op)
+    with torch.no_grad(), generators_kept(cuda=cuda):
+        calls = [made_up_call(graph, op, over) for _ in range(sets_of_operands(_footprint(graph, op)))]
+        return seconds_of(calls, cuda=cuda)
+
+
+def _footprint(graph: Graph, op: Op) -> int:
+    """Bytes of all operands and results."""
+    return sum(span_bytes(graph.values[value]) for value in {*op.reads, *op.writes} if value is not None)
+
+
+def step_seconds(schedule: Schedule, seconds: Seconds) -> float:
+    """Seconds of a whole step: every action of both streams, one after the other."""
+    graph = schedule.graph
+    total = 0.0
+    for action in (*schedule.forward, *schedule.backward):
+        if isinstance(action, Fused):
+            total += seconds(graph, action)
+        elif not isinstance(action, Free):
+            total += seconds(graph, graph.ops[action.op], action.over)
+    return total

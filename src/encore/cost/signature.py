@@ -1,0 +1,52 @@
+"""An operator call by what its cost depends on, and whether it may be tried out on made-up operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from encore.graph import Graph, Op, OpClass
+from encore.graph.values import Ref
+
+
+def signature(graph: Graph, op: Op) -> str:
+    """Everything a measurement of the call depends on, as text: two calls with equal signatures are measured once."""
+
+    def text(argument: Any) -> str:
+        if isinstance(argument, Ref):
+            value = graph.values[argument.value]
+            device = "" if value.storage is None else graph.storages[value.storage].device
+            return f"{value.dtype}{list(value.shape)}{list(value.stride)}{device}"
+        if isinstance(argument, tuple | list):
+            return f"({','.join(text(item) for item in argument)})"
+        return repr(argument)
+
+    options = ",".join(f"{key}={text(argument)}" for key, argument in sorted(op.kwargs.items()))
+    return f"{op.target} {text(op.args)} {options} threads={torch.get_num_threads()}"
+
+
+def is_pure_aten(op: Op) -> bool:
+    """PyTorch's own, drawing nothing and writing to nothing: safe to run on made-up operands."""
+    if op.kind is OpClass.OPAQUE:
+        return isinstance(op.target, torch._ops.OpOverload) and op.target.namespace == "aten"
+    return op.kind in (OpClass.CHEAP, OpClass.HEAVY)
+
+
+def can_run(graph: Graph, op: Op) -> bool:
+    """Are there devices for its operands, and memory layouts that can be made up?"""
+    for value in op.reads:
+        storage = graph.values[value].storage
+        if 0 in graph.values[value].shape:
+            return False  # kernels that take a size for granted have crashed on empty operands
+        if storage is None or (not graph.values[value].stride and graph.values[value].shape):
+            return False
+        if not is_here(graph.storages[storage].device):
+            return False
+    return True
+
+
+def is_here(device: str) -> bool:
+    """Can this process run something there?"""
+    kind = device.partition(":")[0]
+    return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
