@@ -28,7 +28,9 @@ def drop_gradients(model: nn.Module, args: Sequence[Any] = ()) -> None:
 
 
 def captured(model: Callable[..., Any], *args: Any, lowering: str = "eager", **options: Any) -> CapturedGraph:
-    """The one graph of a training step, after that step has run."""
+    """The one graph of a training step, after that step has run; everything is kept unless an option says more."""
+    if not {"budget", "overhead", "plan"}.intersection(options):
+        options["overhead"] = 0.0
     compiled = encore.compile(model, lowering=lowering, **options)
     train_step(compiled, *args)
     (graph,) = compiled_call(compiled).session.last_step

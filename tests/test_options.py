@@ -22,12 +22,12 @@ from encore.options import Budget, make_options, optimizer_bytes, parse_budget
 )  # fmt: skip
 def test_absolute_budgets(written: int | float | str, size: int) -> None:
     assert parse_budget(written) == Budget(bytes=size)
-    assert parse_budget(written).resolve(unplanned=7, floor=3) == size
+    assert parse_budget(written).resolve(unplanned=7) == size
 
 
 def test_relative_budgets() -> None:
-    assert parse_budget("60%").resolve(unplanned=1001, floor=3) == 600
-    assert parse_budget("min").resolve(unplanned=1000, floor=3) == 3
+    assert parse_budget("60%").resolve(unplanned=1001) == 600
+    assert parse_budget("min").is_floor
     assert parse_budget("MIN") == Budget()
     assert parse_budget(Budget(share=0.5)) == Budget(share=0.5)
 

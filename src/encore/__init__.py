@@ -5,7 +5,8 @@
 
 from encore.api import compile, estimate, report
 from encore.cost import Measurement, measure
-from encore.errors import BudgetError, EncoreError, NeverRunError, OptionError, VerificationError
+from encore.errors import BudgetError, EncoreError, NeverRunError, OptionError, PlanError, VerificationError
+from encore.plan import SavedPlan
 from encore.report.report import Estimate, Report
 from encore.verification import Verification, verify
 
@@ -17,7 +18,9 @@ __all__ = [
     "Measurement",
     "NeverRunError",
     "OptionError",
+    "PlanError",
     "Report",
+    "SavedPlan",
     "Verification",
     "VerificationError",
     "compile",

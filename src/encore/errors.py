@@ -14,6 +14,10 @@ class OptionError(EncoreError, ValueError):
     """An argument that Encore does not accept; the message names what it does accept."""
 
 
+class PlanError(EncoreError):
+    """A saved plan that cannot be read, or that was made for another graph."""
+
+
 class NeverRunError(EncoreError):
     """Asked about a training step that has not happened yet."""
 

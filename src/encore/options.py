@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from encore.errors import OptionError, listed
+
+if TYPE_CHECKING:
+    from encore.plan import SavedPlan
 
 LOWERINGS = ("fused", "eager")
 FUSED_PASSES = (
@@ -33,13 +37,17 @@ class Budget:
     bytes: int | None = None
     share: float | None = None
 
-    def resolve(self, unplanned: int, floor: int) -> int:
-        """The bound in bytes for a step that takes `unplanned` bytes as it is and `floor` at the least."""
+    @property
+    def is_floor(self) -> bool:
+        """Is it the lowest reachable peak, whatever that is?"""
+        return self.bytes is None and self.share is None
+
+    def resolve(self, unplanned: int) -> int:
+        """The bound in bytes for a step that takes `unplanned` bytes as it is."""
         if self.bytes is not None:
             return self.bytes
-        if self.share is not None:
-            return math.floor(self.share * unplanned)
-        return floor
+        assert self.share is not None, "the floor is not known before the plans are"
+        return math.floor(self.share * unplanned)
 
     def __str__(self) -> str:
         if self.bytes is not None:
@@ -96,6 +104,12 @@ class Options:
     skip: tuple[str, ...] = ()
     """Passes of the fused lowering that are not to run, out of `FUSED_PASSES`."""
 
+    plan: SavedPlan | None = None
+    """A plan made before: `encore.report(model).plan`, or the file it was saved to."""
+
+    keep: tuple[str, ...] = ()
+    """Modules (patterns such as "encoder.*") whose feature maps stay in memory whatever the budget."""
+
     recompile_limit: int = 16
     """How many shapes (or other variants) of one model are planned before the rest runs as plain eager PyTorch."""
 
@@ -123,6 +137,15 @@ def make_options(given: Mapping[str, Any]) -> Options:
         raise OptionError(f"lowering={chosen['lowering']!r} does not exist; it can be {listed(LOWERINGS)}")
     if "skip" in chosen:
         chosen["skip"] = _passes(chosen["skip"])
+    if "plan" in chosen:
+        if "budget" in chosen or "overhead" in chosen:
+            raise OptionError("plan= brings its decisions along; give it without budget= and overhead=")
+        chosen["plan"] = _saved_plan(chosen["plan"])
+        lowering = chosen.setdefault("lowering", chosen["plan"].lowering)
+        if lowering != chosen["plan"].lowering:
+            raise OptionError(f"the plan was made for lowering={chosen['plan'].lowering!r}, not {lowering!r}")
+    if "keep" in chosen:
+        chosen["keep"] = _patterns(chosen["keep"])
     if optimizer is not None:
         chosen["resident"] = chosen.get("resident", 0) + optimizer_bytes(optimizer)
     return Options(**chosen)
@@ -135,6 +158,25 @@ def _passes(names: Any) -> tuple[str, ...]:
         if name not in FUSED_PASSES:
             raise OptionError(f"skip={name!r} is not a pass of the fused lowering; there are {listed(FUSED_PASSES)}")
     return given
+
+
+def _saved_plan(given: Any) -> SavedPlan:
+    from encore.plan import SavedPlan  # which knows the options
+
+    if isinstance(given, SavedPlan):
+        return given
+    if isinstance(given, str | os.PathLike):
+        return SavedPlan.load(os.fspath(given))
+    raise OptionError(f"plan={given!r} is not a plan; give encore.report(model).plan, or the path it was saved to")
+
+
+def _patterns(given: Any) -> tuple[str, ...]:
+    """Module patterns, checked; one may be given by itself."""
+    patterns = (given,) if isinstance(given, str) else tuple(given)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise OptionError(f"keep={pattern!r} is not a module pattern; give names such as 'encoder.*'")
+    return patterns
 
 
 def _check_number(chosen: Mapping[str, Any], name: str, kind: type, least: float, accepted: str) -> None:

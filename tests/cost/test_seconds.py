@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from captured import captured, captured_graph, operators
-from encore.cost import Seconds, kernel_timing, rates, seconds, step_seconds, time_kernels
+from encore.cost import Seconds, kernel_timing, rates, seconds, time_kernels
 from encore.cost.cache import MachineCache
 from encore.cost.flops import flops
 from encore.cost.kernel_timing import kernel_seconds
@@ -24,6 +24,7 @@ from encore.cost.timing import seconds_of
 from encore.graph import Graph, OpClass
 from encore.lower import kernel_store
 from encore.lower.fuse import kernels_of
+from encore.plan import step_seconds
 from encore.schedule import Fused, Schedule
 from encore.schedule.kernel import Operand
 

@@ -97,7 +97,7 @@ def test_json_holds_the_whole_report() -> None:
     report = deep_report()
     data = json.loads(report.to_json())
     assert data.pop("encore_report") == 1
-    assert data == json.loads(json.dumps(dataclasses.asdict(report)))
+    assert "captured" not in data
     rows = tuple(DecisionRow(**{**row, "shape": tuple(row["shape"])}) for row in data.pop("decisions"))
     graphs = tuple(GraphRow(**{**row, "rewrites": tuple(row["rewrites"])}) for row in data.pop("graphs"))
     data |= {key: Prediction(**data[key]) for key in ("planned", "unplanned")} | {"plain": tuple(data["plain"])}

@@ -23,10 +23,21 @@ from encore.capture import torch_private
 from encore.capture.call_trace import NotRepeatableError
 from encore.capture.repeats import Repeats, trace_repeats
 from encore.capture.session import CapturedGraph, PlainGraph, Session
+from encore.cost import time_kernels
 from encore.graph import Graph, UnsupportedGraphError, build_graph, verify_graph
-from encore.lower import FusedPlan, Lowered, fuse_plan, kernel_store, lower
+from encore.lower import FusedPlan, Lowered, fuse_plan, kernel_store, kernels_of, lower
 from encore.options import make_options
-from encore.plan import Plan, choose, keep_everything
+from encore.plan import (
+    GraphPlan,
+    Offer,
+    Plan,
+    Planner,
+    choose,
+    keep_everything,
+    keeps_budget,
+    step_seconds,
+    will_do,
+)
 from encore.rewrite import Judge, rewrite
 from encore.schedule import Schedule
 from encore.units import bytes_text
@@ -121,10 +132,11 @@ class _GraphCompilation:
         with torch_private.real_tensors():
             unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
             kept = self._rewritten(unplanned)
+            planner = self._planner(kept)
+            offers = self._offers(graph, planner)
+            fused = self._pick(graph, planner, offers)
             self.session.workspaces.save()
-        plan = choose([kept], self.session.options, earlier=self.session.plans_of_step_so_far())
-        self._lap("plan")
-        fused = self._fuse(plan)
+            self.session.seconds.save()
         plan = dataclasses.replace(fused.plan, schedule=self._in_saving_order(joint, fused.plan.schedule))
         self._lap("compile")
         # An estimate compiles no kernels: what runs there, on tensors without memory, are the operators.
@@ -141,6 +153,7 @@ class _GraphCompilation:
             sources=(self.lowered.forward_source, self.lowered.backward_source),
             rewrites=self.rewrites,
             kernels_compiled=fused.compiled,
+            offers=() if self.session.workspaces.run else tuple(offers),
         )
         self.session.graphs.append(self.captured)
         self._tell()
@@ -170,11 +183,61 @@ class _GraphCompilation:
         verify_graph(rewritten.graph)
         return keep(rewritten.graph)
 
-    def _fuse(self, plan: Plan) -> FusedPlan:
-        if self.session.options.lowering == "eager" or "fuse" in self.session.options.skip:
-            return FusedPlan(plan, {}, 0)
-        with torch_private.real_tensors():
-            return fuse_plan(plan, self.session.workspaces, kernel_store(), compile_kernels=self.session.workspaces.run)
+    def _planner(self, kept: Plan) -> Planner:
+        session = self.session
+        fuse = None
+        if session.options.lowering == "fused" and "fuse" not in session.options.skip:
+            fuse = lambda plan: self._fused(plan, compile_kernels=False).plan  # noqa: E731
+        return Planner(
+            kept,
+            session.workspaces,
+            session.seconds,
+            fuse=fuse,
+            exact=session.options.lowering == "eager",
+            keep=session.options.keep,
+        )
+
+    def _offers(self, captured: Graph, planner: Planner) -> list[Offer]:
+        """The plans to pick from; only the kept one where that will do, only the given one where there is one."""
+        options = self.session.options
+        if options.plan is not None:
+            given = options.plan.of_graph(len(self.session.graphs))
+            return [planner.offer(given.dropped(captured, planner.graph))]
+        as_it_is = planner.as_it_is()
+        earlier = self.session.plans_of_step_so_far()
+        if self.session.workspaces.run and will_do(as_it_is, options, earlier=earlier):
+            return [as_it_is]
+        return planner.offers()
+
+    def _pick(self, captured: Graph, planner: Planner, offers: list[Offer]) -> FusedPlan:
+        """The plan that is asked for, with its kernels. One that needs more than was predicted once its kernels are
+        there makes room for the next."""
+        options, earlier = self.session.options, self.session.plans_of_step_so_far()
+        while True:
+            offer = offers[0] if options.plan is not None else choose(offers, options, earlier=earlier)
+            offer = self._as_other_ranks(captured, planner, offer)
+            self._lap("plan")
+            if planner.fuse is None:
+                return FusedPlan(offer.plan, {}, 0)
+            fused = self._fused(offer.separate, compile_kernels=self.session.workspaces.run)
+            plan = dataclasses.replace(fused.plan, overhead=offer.plan.overhead)
+            if len(offers) > 1:
+                time_kernels(self.session.seconds, kernels_of(plan.schedule), fused.kernels)
+                plan = dataclasses.replace(plan, seconds=step_seconds(plan.schedule, self.session.seconds))
+            if plan.timeline.step_peak <= offer.plan.timeline.step_peak or keeps_budget(plan, options, earlier):
+                return dataclasses.replace(fused, plan=plan)
+            offer.plan = plan
+
+    def _as_other_ranks(self, captured: Graph, planner: Planner, offer: Offer) -> Offer:
+        """Ranks time their operators each by itself and would plan differently: the first to plan a graph decides."""
+        mine = GraphPlan.of(captured, offer.separate)
+        question = f"encore plan {mine.fingerprint} {dataclasses.replace(self.session.options, plan=None)}"
+        told = torch_private.told_first(question, mine.to_json())
+        agreed = GraphPlan.from_json(told)
+        return offer if agreed == mine else planner.offer(agreed.dropped(captured, planner.graph))
+
+    def _fused(self, plan: Plan, *, compile_kernels: bool) -> FusedPlan:
+        return fuse_plan(plan, self.session.workspaces, kernel_store(), compile_kernels=compile_kernels)
 
     def _in_saving_order(self, joint: fx.GraphModule, schedule: Schedule) -> Schedule:
         names = {schedule.graph.values[value].name: value for value in schedule.saved}
@@ -212,7 +275,7 @@ class _GraphCompilation:
 
     def _lap(self, stage: str) -> None:
         now = time.perf_counter()
-        self.seconds[stage] = now - self.started
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self.started
         self.started = now
 
     def _tell(self) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from encore.cost import Workspaces
+from encore.cost import Seconds, Workspaces
 from encore.options import Options
-from encore.plan import Plan
+from encore.plan import Offer, Plan
 
 
 @dataclass(slots=True)
@@ -35,6 +35,8 @@ class CapturedGraph:
     """Passes that changed the graph."""
     kernels_compiled: int = 0
     """How many of its kernels were neither in memory nor on disk."""
+    offers: tuple[Offer, ...] = ()
+    """The plans there are to pick from; an estimate keeps them."""
 
     def seconds_of_first(self, stage: str, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run, and take the time if this stage has none yet."""
@@ -81,6 +83,7 @@ class Session:
         """`torch.compile` tells nothing of the model a graph belongs to: each has a session of its own."""
         self.options = options
         self.workspaces = Workspaces(run=run)
+        self.seconds = Seconds(run=run)
         self.graphs: list[CapturedGraph] = []
         self.plain: list[PlainGraph] = []
         self.tensors: list[weakref.ref[torch.Tensor]] = []

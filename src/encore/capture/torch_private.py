@@ -8,6 +8,7 @@ runs; Dynamo tells a graph why it ended.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -312,7 +313,12 @@ def primals(joint: fx.GraphModule, module: fx.GraphModule, inputs: Sequence[Any]
     """What each primal of the joint graph is to the user."""
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
     sources = (node for node in joint.graph.find_nodes(op="placeholder") if "tangents" not in node.name)
-    return [_primal(node, names, inputs) for node in sources]
+    (output,) = joint.graph.find_nodes(op="output")
+    leaving = torch.utils._pytree.arg_tree_leaves(output.meta.get("desc", []))
+    mutated = [desc.mutated_input for desc in leaving if isinstance(desc, InputMutationAOTOutput)]
+    return [
+        dataclasses.replace(_primal(node, names, inputs), mutated=node.meta.get("desc") in mutated) for node in sources
+    ]
 
 
 def _primal(node: fx.Node, names: Sequence[str], inputs: Sequence[Any]) -> Primal:
@@ -387,6 +393,16 @@ def whole_graphs() -> Any:
 def original_error(error: BaseException) -> BaseException:
     """What a backend raised, without Dynamo's wrapping."""
     return getattr(error, "inner_exception", None) or error
+
+
+def told_first(key: str, mine: str) -> str:
+    """In a distributed run, what the first rank to come here said under this key; nobody waits for anybody."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return mine
+    if torch.distributed.get_world_size() == 1:
+        return mine
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return store.compare_set(key, "", mine).decode()
 
 
 BackendFailed = torch._dynamo.exc.BackendCompilerFailed

@@ -5,7 +5,7 @@
 
 from encore.cost.kernel_timing import kernel_seconds, time_kernels
 from encore.cost.measure import Measurement, measure
-from encore.cost.seconds import Seconds, step_seconds
+from encore.cost.seconds import Seconds
 from encore.cost.workspace import Workspaces
 
-__all__ = ["Measurement", "Seconds", "Workspaces", "kernel_seconds", "measure", "step_seconds", "time_kernels"]
+__all__ = ["Measurement", "Seconds", "Workspaces", "kernel_seconds", "measure", "time_kernels"]

@@ -9,6 +9,7 @@ much memory), costs what its arithmetic and bytes say.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 
@@ -23,8 +24,9 @@ from encore.cost.room import has_room, sets_of_operands
 from encore.cost.signature import can_run, is_pure_aten, signature
 from encore.cost.timing import generators_kept, seconds_of
 from encore.graph import Graph, Op, OpClass
+from encore.graph.random_ops import DrawAgain, DrawState
 from encore.graph.values import span_bytes
-from encore.schedule import Free, Fused, Schedule
+from encore.schedule import Fused
 
 log = logging.getLogger("encore")
 
@@ -46,12 +48,16 @@ class Seconds:
         """Seconds of one call; of an operator that writes over its operand `over`, where that is given."""
         if isinstance(op, Fused):
             return self._of_kernel(graph, op)
-        if op.kind is OpClass.VIEW:
+        if op.kind is OpClass.VIEW or isinstance(op.target, DrawState):
             return self._rates.view
         answers = self._answers.setdefault(graph, {})
         if (op.id, over) not in answers:
             answers[op.id, over] = self._of_operator(graph, op, over)
         return answers[op.id, over]
+
+    def inside(self, graph: Graph, op: Op) -> float:
+        """Seconds that a cheap operator takes as a kernel of its own, or at most adds to one."""
+        return op_roofline(graph, op, self._rates)
 
     def learn(self, kernel_key: str, seconds: float) -> None:
         """A compiled kernel has been timed."""
@@ -75,6 +81,9 @@ class Seconds:
         return self._guessed[key]
 
     def _of_operator(self, graph: Graph, op: Op, over: int | None) -> float:
+        if isinstance(op.target, DrawAgain):  # costs what the draw itself did
+            drawn = dataclasses.replace(op, target=op.target.target, args=op.args[1:], kind=OpClass.RANDOM)
+            op = dataclasses.replace(drawn, reads=op.reads[1:])
         key = f"seconds {signature(graph, op)}{'' if over is None else ' over'}"
         known = self._recall(key)
         if known is not None:
@@ -125,15 +134,3 @@ def op_seconds(graph: Graph, op: Op, over: int | None = None) -> float:
 def _footprint(graph: Graph, op: Op) -> int:
     """Bytes of all operands and results."""
     return sum(span_bytes(graph.values[value]) for value in {*op.reads, *op.writes} if value is not None)
-
-
-def step_seconds(schedule: Schedule, seconds: Seconds) -> float:
-    """Seconds of a whole step: every action of both streams, one after the other."""
-    graph = schedule.graph
-    total = 0.0
-    for action in (*schedule.forward, *schedule.backward):
-        if isinstance(action, Fused):
-            total += seconds(graph, action)
-        elif not isinstance(action, Free):
-            total += seconds(graph, graph.ops[action.op], action.over)
-    return total

@@ -28,9 +28,9 @@ def signature(graph: Graph, op: Op) -> str:
 
 def is_pure_aten(op: Op) -> bool:
     """PyTorch's own, drawing nothing and writing to nothing: safe to run on made-up operands."""
-    if op.kind is OpClass.OPAQUE:
-        return isinstance(op.target, torch._ops.OpOverload) and op.target.namespace == "aten"
-    return op.kind in (OpClass.CHEAP, OpClass.HEAVY)
+    if not isinstance(op.target, torch._ops.OpOverload):
+        return False
+    return op.kind in (OpClass.CHEAP, OpClass.HEAVY) or (op.kind is OpClass.OPAQUE and op.target.namespace == "aten")
 
 
 def can_run(graph: Graph, op: Op) -> bool:

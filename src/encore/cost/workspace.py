@@ -25,6 +25,7 @@ from encore.cost.probe import probe_workspace
 from encore.cost.signature import can_run, is_pure_aten, signature
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_pointwise
+from encore.graph.random_ops import DrawAgain
 from encore.graph.values import Ref
 from encore.schedule import Fused
 
@@ -66,6 +67,8 @@ class Workspaces:
 
     def _answer(self, graph: Graph, op: Op) -> int:
         if not is_pure_aten(op):
+            if isinstance(op.target, DrawAgain):  # the state that the generator goes back to
+                return BOXED_SCALARS + graph.bytes_of(op.reads[0])
             return BOXED_SCALARS if op.kind is OpClass.RANDOM else 0
         if torch.Tag.pointwise in op.target.tags:
             return _pointwise(graph, op)

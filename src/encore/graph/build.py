@@ -44,6 +44,8 @@ class Primal:
     """Does its gradient end in a `.grad`?"""
     identity: int | None
     """Which tensor of the user's it is, as long as the model lives."""
+    mutated: bool = False
+    """Does the step replace its contents?"""
 
 
 def build_graph(joint: fx.GraphModule, *, primals: Sequence[Primal], returned: Sequence[bool]) -> Graph:
@@ -51,6 +53,7 @@ def build_graph(joint: fx.GraphModule, *, primals: Sequence[Primal], returned: S
     graph = _Builder(joint, len(returned)).build(returned, [primal.role for primal in primals])
     graph.identities = [primal.identity for primal in primals]
     graph.leaves = {value for value, primal in zip(graph.primals, primals, strict=True) if primal.leaf}
+    graph.mutated = {value for value, primal in zip(graph.primals, primals, strict=True) if primal.mutated}
     return graph
 
 

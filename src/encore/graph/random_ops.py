@@ -8,6 +8,9 @@ operator, so that the same seed gives the same mask, and a planner sees one rand
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 _library = torch.library.Library("encore", "FRAGMENT")
@@ -55,3 +58,20 @@ def traced_dropout(source: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def traced_dropout_(source: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """`aten::dropout_` while tracing."""
     return source.copy_(traced_dropout(source, p, train)) if train and p != 0 else source
+
+
+@dataclass(frozen=True)
+class DrawState:
+    """As an operator: the state of a generator (the device's own, where none is named), to draw the same again."""
+
+    device: str
+    generator: Any = None
+
+
+@dataclass(frozen=True)
+class DrawAgain:
+    """As an operator: a random operator run once more from a state, its first operand. The generator is left as it
+    was found."""
+
+    target: Any
+    device: str

@@ -105,6 +105,8 @@ class Graph:
     """Tangents of outputs that are strided views: the user's gradient is copied into the view's strides first."""
     leaves: set[int] = field(default_factory=set)
     """Primals whose gradient autograd collects in a `.grad`, copying it where it is shared or laid out otherwise."""
+    mutated: set[int] = field(default_factory=set)
+    """Primals whose contents the step replaces: what backward reads of them is not what forward read."""
     returned: list[int] = field(default_factory=list)
     """Outputs the caller holds after forward; the others are new contents of mutated inputs, copied and dropped."""
 

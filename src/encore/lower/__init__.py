@@ -2,7 +2,7 @@
 chooses or reorders."""
 
 from encore.lower.codegen import Lowered, lower
-from encore.lower.fuse import FusedPlan, fuse_plan
+from encore.lower.fuse import FusedPlan, fuse_plan, kernels_of
 from encore.lower.kernels import kernel_store
 
-__all__ = ["FusedPlan", "Lowered", "fuse_plan", "kernel_store", "lower"]
+__all__ = ["FusedPlan", "Lowered", "fuse_plan", "kernel_store", "kernels_of", "lower"]

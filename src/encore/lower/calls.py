@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
-from encore.graph.random_ops import bernoulli_noise, dropout_noise
+from encore.graph.random_ops import DrawAgain, DrawState, bernoulli_noise, dropout_noise
 
 aten = torch.ops.aten
 
 
 def callable_for(target: Any) -> Callable[..., Any]:
     """What to call for an operator."""
+    if isinstance(target, DrawState):
+        return _generator(target.device, target.generator).get_state
+    if isinstance(target, DrawAgain):
+        return _draw_again(target)
     if target in SPECIAL:
         return SPECIAL[target]
     return _dispatcher_call(target)
@@ -28,6 +32,31 @@ def callable_for(target: Any) -> Callable[..., Any]:
 def _dispatcher_call(target: Any) -> Callable[..., Any]:
     # OpOverload.__call__ only forwards to _op; thousands of small operators feel the extra Python frame.
     return target._op if isinstance(target, torch._ops.OpOverload) else target
+
+
+def _generator(device: str, named: torch.Generator | None = None) -> torch.Generator:
+    if named is not None:
+        return named
+    if device.startswith("cuda"):
+        torch.cuda.init()
+        return torch.cuda.default_generators[torch.device(device).index or 0]
+    return torch.default_generator
+
+
+def _draw_again(again: DrawAgain) -> Callable[..., Any]:
+    call = callable_for(again.target)
+
+    def run(state: torch.Tensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
+        drawing = _generator(again.device, generator)
+        found = drawing.get_state()
+        drawing.set_state(state)
+        try:
+            return call(*args, **kwargs) if generator is None else call(*args, generator=generator, **kwargs)
+        finally:
+            drawing.set_state(found)
+
+    run.__name__ = f"{again.target}_again".replace(".", "_")
+    return run
 
 
 def _with_grad_mode(target: Any) -> Callable[..., Any]:

@@ -7,30 +7,78 @@ from collections.abc import Sequence
 from encore.errors import BudgetError, Pin
 from encore.graph import Graph
 from encore.options import Budget, Options
+from encore.plan.offer import Offer
 from encore.plan.plan import Plan
 from encore.schedule import Stack, alive_at_worst, stack
 from encore.units import bytes_text
 
 LISTED_PINS = 5
+NEAR = 1.2
+"""How far an offer's peak may be from that of its plan."""
+LOOKED_AT = 4
 
 
-def choose(plans: Sequence[Plan], options: Options, *, earlier: Sequence[Plan] = ()) -> Plan:
-    """Pick from the plans of one graph; `earlier` are the plans of the graphs that the step has run before it."""
-    unplanned = plans[0]
+def will_do(as_it_is: Offer, options: Options, *, earlier: Sequence[Plan] = ()) -> bool:
+    """Is keeping everything what is asked for, so that no other plan needs to be looked for?"""
     if options.budget is None:
-        allowed = [plan for plan in plans if plan.overhead <= options.allowed_overhead]
-        return min(allowed or [unplanned], key=lambda plan: (plan.timeline.step_peak, plan.overhead))
+        return options.allowed_overhead == 0
+    if options.budget.is_floor:
+        return False
+    total = _total(as_it_is.plan, options, earlier)
+    return total <= options.budget.resolve(total)
+
+
+def keeps_budget(plan: Plan, options: Options, earlier: Sequence[Plan] = ()) -> bool:
+    """Does a plan, as it came out in the end, stay within an absolute budget?"""
+    if options.budget is None or options.budget.bytes is None:
+        return True
+    return _total(plan, options, earlier) <= options.budget.bytes
+
+
+def _total(plan: Plan, options: Options, earlier: Sequence[Plan]) -> int:
+    return stack_plans([*earlier, plan]).total + options.resident
+
+
+def choose(offers: Sequence[Offer], options: Options, *, earlier: Sequence[Plan] = ()) -> Offer:
+    """Pick from the offers for one graph; `earlier` are the plans of the graphs that the step has run before it.
+
+    The first offer keeps everything. Offers say about what they hold; those that come into question are built, and
+    what counts is the plan itself.
+    """
+    if options.budget is None:
+        return _smallest_within(offers, options.allowed_overhead)
 
     def total(plan: Plan) -> int:
-        return stack_plans([*earlier, plan]).total + options.resident
+        return _total(plan, options, earlier)
 
-    smallest = min(plans, key=total)
-    floor = total(smallest)
-    limit = options.budget.resolve(total(unplanned), floor)
-    fitting = [plan for plan in plans if total(plan) <= limit]
-    if not fitting:
-        raise budget_error(smallest, options.budget, limit, floor)
-    return min(fitting, key=lambda plan: (plan.overhead, plan.timeline.step_peak))
+    unplanned = total(offers[0].plan)
+    if options.budget.is_floor:
+        return min(_lowest(offers), key=lambda offer: (total(offer.plan), offer.plan.overhead))
+    limit = options.budget.resolve(unplanned)
+    room = limit - (unplanned - offers[0].plan.timeline.step_peak)
+    for offer in sorted(offers, key=lambda offer: (offer.overhead, offer.step_peak)):
+        if offer.step_peak <= room * NEAR and total(offer.plan) <= limit:
+            return offer
+    smallest = min(_lowest(offers), key=lambda offer: total(offer.plan))
+    if total(smallest.plan) <= limit:
+        return smallest
+    raise budget_error(smallest.plan, options.budget, limit, total(smallest.plan))
+
+
+def _smallest_within(offers: Sequence[Offer], overhead: float) -> Offer:
+    """The smallest peak that costs at most this much extra time."""
+    allowed = [offer for offer in offers if offer.overhead <= overhead]
+    for offer in sorted(allowed, key=lambda offer: (offer.step_peak, offer.overhead)):
+        if offer.plan.overhead <= overhead and offer.plan.timeline.step_peak <= offers[0].plan.timeline.step_peak:
+            return offer
+    return offers[0]
+
+
+def _lowest(offers: Sequence[Offer]) -> list[Offer]:
+    """The offers among which the smallest plan is."""
+    least = min(offer.step_peak for offer in offers)
+    near = [offer for offer in offers if offer.step_peak <= least * NEAR]
+    return sorted(near, key=lambda offer: offer.step_peak)[:LOOKED_AT]
 
 
 def stack_plans(plans: Sequence[Plan]) -> Stack:

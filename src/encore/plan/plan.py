@@ -21,16 +21,24 @@ class Plan:
     timeline: Timeline
     overhead: float = 0.0
     """Predicted extra time over keeping everything, as a fraction."""
+    seconds: float = 0.0
+    """Predicted time of the step; 0 where nobody asked for the cost of anything."""
+    dropped: frozenset[int] = frozenset()
+    """Values that forward lets go and backward makes again."""
 
 
 def keep_everything(graph: Graph, workspace: Workspace, *, outputs_outlive: bool = True) -> Plan:
     """The plan that changes nothing: every feature map stays in memory."""
     schedule = schedule_step(graph)
-    external = graph.external
-    feature_maps = [value for value in schedule.saved if graph.values[value].storage not in external]
     return Plan(
         name="keep everything",
-        decisions={value: Keep() for value in feature_maps},
+        decisions={value: Keep() for value in feature_maps(schedule)},
         schedule=schedule,
         timeline=simulate(schedule, workspace, outputs_outlive=outputs_outlive),
     )
+
+
+def feature_maps(schedule: Schedule) -> list[int]:
+    """What forward keeps for backward that was not there before the step."""
+    external = schedule.graph.external
+    return [value for value in schedule.saved if schedule.graph.values[value].storage not in external]

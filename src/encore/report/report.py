@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from encore.errors import BudgetError
 from encore.options import Budget, Options, parse_budget
-from encore.plan import Plan, stack_plans
-from encore.plan.budget import budget_error
+from encore.plan import GraphPlan, Plan, SavedPlan, choose, stack_plans
 from encore.report.table import render
 from encore.schedule import Fused, Kind, Timeline
 
@@ -38,6 +38,8 @@ class Prediction:
     """Bytes alive between forward and backward."""
     overhead: float
     """Extra time over the unplanned step, as a fraction."""
+    seconds: float
+    """The step's time; 0 where no plan was looked for."""
     at_peak: dict[str, int]
     """Bytes alive at the worst moment, by kind."""
 
@@ -92,6 +94,8 @@ class Report:
     plain: tuple[str, ...]
     """Parts that run as plain PyTorch, and why."""
     lowering: str
+    captured: tuple[CapturedGraph, ...] = field(default=(), repr=False, compare=False)
+    """The graphs that it tells about."""
 
     @classmethod
     def of(
@@ -108,7 +112,14 @@ class Report:
             graphs=tuple(_graph_row(graph) for graph in graphs),
             plain=tuple(f"{part.name}: {part.reason}" for part in plain),
             lowering=options.lowering,
+            captured=tuple(distinct),
         )
+
+    @property
+    def plan(self) -> SavedPlan:
+        """What was decided, to be saved and used again: `encore.compile(model, plan=...)`."""
+        graphs = (GraphPlan.of(graph.unplanned.schedule.graph, graph.plan) for graph in self.captured)
+        return SavedPlan(self.lowering, tuple(graphs))
 
     @property
     def first_step(self) -> dict[str, float]:
@@ -120,7 +131,9 @@ class Report:
         return total
 
     def to_dict(self) -> dict[str, Any]:
-        return {"encore_report": 1, **dataclasses.asdict(self)}
+        told = dataclasses.asdict(dataclasses.replace(self, captured=()))
+        del told["captured"]
+        return {"encore_report": 1, **told}
 
     def to_json(self) -> str:
         """The whole report as JSON; `encore_report` is the version of its layout."""
@@ -130,7 +143,7 @@ class Report:
         return render(self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Estimate:
     """A step that has not run: what it would take, and which budgets it would fit."""
 
@@ -149,33 +162,48 @@ class Estimate:
     @property
     def floor(self) -> int:
         """Lowest reachable resident + step_peak."""
-        return min(total for total, _ in self.pareto)
+        return _total_of(self._pick(Options(budget=Budget(), resident=self.options.resident)), self.options)
 
-    @property
+    @functools.cached_property
     def pareto(self) -> tuple[tuple[int, float], ...]:
         """Every plan worth having: (resident + step_peak in bytes, overhead), fastest first."""
-        return ((self.resident + self.report.planned.step_peak, self.report.planned.overhead),)
+        levels = sorted({offer.overhead for graph in self.captured for offer in graph.offers})
+        found: list[tuple[int, float]] = []
+        for level in levels:
+            plans = self._pick(Options(overhead=level, resident=self.options.resident))
+            total = _total_of(plans, self.options)
+            if not found or total < found[-1][0]:
+                found.append((total, max(plan.overhead for plan in plans)))
+        return tuple(found)
 
     def fits(self, budget: int | float | str | Budget) -> bool:
         """Is there a plan within the budget?"""
-        return self.floor <= self._limit(parse_budget(budget))
+        try:
+            self.plan(budget)
+        except BudgetError:
+            return False
+        return True
 
     def plan(self, budget: int | float | str | Budget) -> Report:
         """The report of the plan this budget would get; raises `BudgetError` where there is none."""
-        asked = parse_budget(budget)
-        if not self.fits(asked):
-            raise self._refusal(asked)
-        return self.report
+        options = dataclasses.replace(self.options, budget=parse_budget(budget), overhead=None)
+        picked = zip(self.captured, self._pick(options), strict=True)
+        planned = [dataclasses.replace(graph, plan=plan) for graph, plan in picked]
+        return dataclasses.replace(Report.of(self.report.name, planned, options), plain=self.report.plain)
 
-    def _limit(self, budget: Budget) -> int:
-        return budget.resolve(self.resident + self.unplanned.step_peak, self.floor)
-
-    def _refusal(self, budget: Budget) -> BudgetError:
-        largest = max(self.captured, key=lambda graph: graph.plan.timeline.step_peak)
-        return budget_error(largest.plan, budget, self._limit(budget), self.floor)
+    def _pick(self, options: Options) -> list[Plan]:
+        """The plan of every graph, as the running step would pick them one after the other."""
+        plans: list[Plan] = []
+        for graph in self.captured:
+            plans.append(choose(graph.offers, options, earlier=plans).plan)
+        return plans
 
     def __str__(self) -> str:
         return str(self.report)
+
+
+def _total_of(plans: Sequence[Plan], options: Options) -> int:
+    return stack_plans(plans).total + options.resident
 
 
 # -- from graphs to numbers ------------------------------------------------------------------------------------------
@@ -190,9 +218,17 @@ def _predict(plans: Sequence[Plan]) -> Prediction:
     return Prediction(
         step_peak=whole.step_peak,
         saved=whole.saved,
-        overhead=max(plan.overhead for plan in plans),
+        overhead=_overhead(plans),
+        seconds=sum(plan.seconds for plan in plans),
         at_peak=at_peak,
     )
+
+
+def _overhead(plans: Sequence[Plan]) -> float:
+    """Of all graphs together: extra seconds over seconds without, where the seconds are known."""
+    whole = sum(plan.seconds for plan in plans)
+    before = sum(plan.seconds / (1 + plan.overhead) for plan in plans)
+    return whole / before - 1 if before else max(plan.overhead for plan in plans)
 
 
 def _kinds_at_worst(timeline: Timeline) -> dict[str, int]:
@@ -215,7 +251,7 @@ def _decisions(captured: CapturedGraph) -> list[DecisionRow]:
                 bytes=graph.bytes_of(value_id),
                 action=decision.action,
                 why=decision.why,
-                seconds=0.0,
+                seconds=decision.seconds,
             )
         )
     return rows

@@ -1,0 +1,237 @@
+"""A plan in outline: what a step holds and costs if some of its feature maps are recomputed, in milliseconds.
+
+The search asks this hundreds of times, so nothing is built: the kept step is simulated once, and for every choice only
+the lifetimes that change are moved about on its profile. Positions are the operators and kernels of the kept schedule,
+forward then backward. Chains of cheap operators that end in a kernel melt into it: they cost little and allocate
+nothing. What comes out is close, not exact; a plan that is chosen is built and simulated in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from encore.graph import Graph, Op, OpClass
+from encore.graph.ops import is_fusible
+from encore.schedule import Fused, Run, Schedule, Timeline
+from encore.schedule.recompute import FROM_STATISTICS, PATIENCE, can_recompute, owners
+
+
+class Seconds(Protocol):
+    """What things cost: `encore.cost.Seconds`."""
+
+    def __call__(self, graph: Graph, op: Op | Fused, over: int | None = None) -> float: ...
+
+    def inside(self, graph: Graph, op: Op) -> float: ...
+
+
+MELTED = 0.35
+"""What a cheap operator costs inside of a kernel that runs anyway, as a share of its cost by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What one choice comes to."""
+
+    dropped: frozenset[int]
+    """The values that were chosen to be recomputed."""
+    again: frozenset[int]
+    """All that is recomputed for it: the cheap values on the way, too."""
+    peak: int
+    seconds: float
+    """Extra time over the kept step."""
+    worst: int
+    """Position of the worst moment."""
+    last_use: dict[int, int]
+    """Position after which each kept value is free."""
+
+
+class Sketch:
+    """The kept step, ready to be asked what other choices would do to it."""
+
+    def __init__(
+        self, schedule: Schedule, timeline: Timeline, seconds: Seconds, *, fused: bool, frozen: Collection[int] = ()
+    ) -> None:
+        self.graph = schedule.graph
+        self.fused = fused
+        self.owner = owners(self.graph, forward_only=False)
+        self.seconds = seconds
+        items = [
+            (moment.phase, moment.action, moment.peak)
+            for moment in timeline.moments
+            if isinstance(moment.action, Fused | Run) and not self._is_view(moment.action)
+        ]
+        self.first_backward = sum(phase == "forward" for phase, _, _ in items)
+        self.profile = np.array([peak for _, _, peak in items] + [timeline.moments[-1].peak], dtype=np.int64)
+        actions = [action for _, action, _ in items]
+        self._read_forward(actions[: self.first_backward])
+        self._read_backward(actions[self.first_backward :])
+        leaving = {self.owner.get(value, value) for value in self.graph.outputs if value is not None}
+        self.droppable = {
+            value
+            for op in self.graph.ops
+            if op.kind is not OpClass.VIEW and can_recompute(self.graph, op)
+            for value in op.writes
+            if value is not None and value not in leaving and value not in frozen and value in self.made_at
+        }
+        self._cost()
+        saved = {self.owner.get(value, value) for value in schedule.saved}
+        self.saved = {value for value in saved if value in self.made_at}
+        self._take_saved_off()
+        self.melting = frozenset(
+            value for value in self.droppable - self.saved if self._maker(value).kind is OpClass.CHEAP
+        )
+        """Cheap values that nobody keeps as it is: if a chain passes through them, they are recomputed too."""
+
+    def _is_view(self, action: Fused | Run) -> bool:
+        return isinstance(action, Run) and self.graph.ops[action.op].kind is OpClass.VIEW
+
+    def _maker(self, value: int) -> Op:
+        maker = self.graph.producer(value)
+        assert maker is not None
+        return maker
+
+    # -- facts about the kept step, read once ------------------------------------------------------------------------
+
+    def _read_forward(self, actions: list[Fused | Run]) -> None:
+        self.made_at: dict[int, int] = {}
+        self.last_forward: dict[int, int] = {}
+        self.allocated: set[int] = set()
+        """Values with memory of their own in the kept step; others live only inside a kernel."""
+        for position, action in enumerate(actions):
+            ops = action.ops if isinstance(action, Fused) else (action.op,)
+            for op in (self.graph.ops[number] for number in ops):
+                for read in op.reads:
+                    self.last_forward[self.owner.get(read, read)] = position
+                if op.kind is not OpClass.VIEW:
+                    for written in op.writes:
+                        if written is not None:
+                            self.made_at[written] = self.last_forward[written] = position
+            written_out = action.writes if isinstance(action, Fused) else self.graph.ops[action.op].writes
+            self.allocated.update(value for value in written_out if value is not None)
+        self.inputs = {
+            value: tuple(dict.fromkeys(self.owner.get(read, read) for read in self._maker(value).reads))
+            for value in self.made_at
+        }
+        self.size = {value: self.graph.bytes_of(value) for value in self.made_at}
+        self.light = {value: self.fused and is_fusible(self._maker(value).target) for value in self.made_at}
+        self.heavy = {value: self._maker(value).kind is OpClass.HEAVY for value in self.made_at}
+
+    def _read_backward(self, actions: list[Fused | Run]) -> None:
+        """For every position: the forward values it reads, whether it is a kernel, and how many barriers lie before."""
+        self.reads: list[tuple[int, int, bool, tuple[int, ...]]] = []
+        barriers = 0
+        for position, action in enumerate(actions, self.first_backward):
+            ops = action.ops if isinstance(action, Fused) else (action.op,)
+            owners_read = dict.fromkeys(
+                owner
+                for number in ops
+                for read in self.graph.ops[number].reads
+                if (owner := self.owner.get(read, read)) in self.made_at
+            )
+            light = isinstance(action, Fused) or (self.fused and is_fusible(self.graph.ops[action.op].target))
+            if owners_read:
+                self.reads.append((position, barriers, light, tuple(owners_read)))
+            barriers += not light
+
+    def _cost(self) -> None:
+        """Seconds to make a value again: by itself, and inside of a kernel that runs anyway."""
+        self.cost: dict[int, float] = {}
+        self.melted: dict[int, float] = {}
+        for value in self.droppable:
+            maker = self._maker(value)
+            inside = self.seconds.inside(self.graph, maker) if self.light[value] else 0.0
+            from_statistics = self.fused and maker.target in FROM_STATISTICS
+            self.cost[value] = inside if from_statistics else self.seconds(self.graph, maker)
+            self.melted[value] = min(MELTED * inside, self.cost[value])
+
+    def _take_saved_off(self) -> None:
+        """The profile without the feature maps: every choice puts back what it keeps."""
+        change = np.zeros(len(self.profile) + 1, dtype=np.int64)
+        kept = self._last_uses()
+        for value in self.saved:
+            self._lay(change, value, self.made_at[value], kept.get(value, self.last_forward[value]), -1)
+        self.profile += np.cumsum(change[:-1])
+
+    def _last_uses(self) -> dict[int, int]:
+        return {value: position for position, _, _, values in self.reads for value in values}
+
+    def _lay(self, change: np.ndarray, value: int, first: int, last: int, sign: int = 1) -> None:
+        change[first] += sign * self.size[value]
+        change[last + 1] -= sign * self.size[value]
+
+    # -- one choice --------------------------------------------------------------------------------------------------
+
+    def outline(self, dropped: Iterable[int]) -> Outline:
+        """What it comes to if backward makes the `dropped` values again, and cheap values on the way to them."""
+        chosen = frozenset(dropped)
+        recomputation = _Recomputation(self, chosen | self.melting)
+        for position, barriers, light, values in self.reads:
+            for value in values:
+                recomputation.need(value, position, barriers, light)
+        recomputation.finish()
+        change, last_use = recomputation.change, recomputation.last_use
+        for value, last in last_use.items():
+            if value in self.saved or value not in self.allocated:
+                self._lay(change, value, self.made_at[value], last)
+            elif last > self.last_forward[value]:
+                self._lay(change, value, self.last_forward[value] + 1, last)
+        for value in self.saved:
+            if value not in last_use and not (self.light[value] and self.last_forward[value] == self.made_at[value]):
+                self._lay(change, value, self.made_at[value], self.last_forward[value])
+        profile = self.profile + np.cumsum(change[:-1]) + recomputation.spikes
+        worst = int(profile.argmax())
+        return Outline(
+            chosen, frozenset(recomputation.copies), int(profile[worst]), recomputation.seconds, worst, last_use
+        )
+
+
+class _Recomputation:
+    """Walks backward once and follows what is made again."""
+
+    def __init__(self, sketch: Sketch, again: frozenset[int]) -> None:
+        self.sketch = sketch
+        self.again = again
+        self.change = np.zeros(len(sketch.profile) + 1, dtype=np.int64)
+        self.spikes = np.zeros(len(sketch.profile), dtype=np.int64)
+        self.last_use: dict[int, int] = {}
+        self.seconds = 0.0
+        self.copies: dict[int, list[int]] = {}
+        """Value -> first position, last position, barriers at its last use, whether it has memory."""
+
+    def need(self, value: int, position: int, barriers: int, light: bool) -> None:
+        sketch = self.sketch
+        pending = [(value, light, True)]
+        while pending:
+            wanted, melts, direct = pending.pop()
+            if wanted not in self.again:
+                if wanted in sketch.made_at:
+                    self.last_use[wanted] = position
+                continue
+            copy = self.copies.get(wanted)
+            if copy is not None:
+                if sketch.heavy[wanted] or barriers - copy[2] <= PATIENCE:
+                    copy[1], copy[2] = position, barriers
+                    copy[3] |= not melts
+                    continue
+                self._let_go(wanted, copy)
+            melts = melts and sketch.light[wanted]
+            self.copies[wanted] = [position, position, barriers, not melts, direct]
+            self.seconds += sketch.melted[wanted] if melts else sketch.cost[wanted]
+            pending += [(source, sketch.light[wanted], False) for source in sketch.inputs[wanted]]
+
+    def _let_go(self, value: int, copy: list[int]) -> None:
+        first, last, _, material, direct = copy
+        size = self.sketch.size[value]
+        if last > first or (material and (direct or self.sketch.heavy[value])):
+            self.change[first] += size
+            self.change[last + 1] -= size
+        elif material:  # on the way to something else: there for a moment only
+            self.spikes[first] = max(self.spikes[first], size)
+
+    def finish(self) -> None:
+        for value, copy in self.copies.items():
+            self._let_go(value, copy)

@@ -1,0 +1,392 @@
+"""The graph of a step that does not keep some of its feature maps: backward computes them again where it needs them.
+
+Recomputation is written down as operators of backward: copies of forward's that read what forward kept, or each other.
+A copy waits for no tangent, so `schedule/order.py` runs it right before its first reader; its memory goes back after
+its last. Every other pass, the simulator and the replayer see plain operators.
+
+One copy is not always enough. A cheap value that is read again much later is copied again: holding it would cost memory
+for the sake of a few microseconds. What a heavy operator made is held until its last reader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+
+from encore.graph import Graph, Op, OpClass, Storage, Value
+from encore.graph.ops import classify, is_fusible
+from encore.graph.random_ops import DrawAgain, DrawState
+from encore.graph.values import Ref, block_bytes, map_refs, refs
+from encore.schedule.order import order_backward
+
+aten = torch.ops.aten
+PATIENCE = 4
+"""Operators that cannot be fused which may pass before a cheap copy is let go and made again."""
+PURE = frozenset({OpClass.CHEAP, OpClass.HEAVY})
+STATE_BYTES = {"cpu": 5056, "cuda": 16}
+"""The size of a generator's state, by type of device."""
+
+
+def can_recompute(graph: Graph, op: Op) -> bool:
+    """Would running a forward operator again in backward give the same result?"""
+    if not op.forward or not isinstance(op.target, torch._ops.OpOverload):
+        return False
+    if op.kind is OpClass.RANDOM:
+        return _device_type(graph, op) in STATE_BYTES and not _reads_mutated(graph, op)
+    if op.kind not in PURE:
+        return False
+    return _is_training_batch_norm(op) or not _reads_mutated(graph, op)
+
+
+def recompute(graph: Graph, dropped: Collection[int], *, exact: bool) -> Graph:
+    """The graph in which backward makes the `dropped` values again. `exact` asks for the very bits that forward made;
+    otherwise a normalisation is taken again from its statistics, which saves the reductions."""
+    return _Copier(graph, dropped, exact).run() if dropped else graph
+
+
+class _Copier:
+    def __init__(self, graph: Graph, dropped: Collection[int], exact: bool) -> None:
+        self.graph = graph
+        self.dropped = frozenset(dropped)
+        self.exact = exact
+        self.values = [dataclasses.replace(value, readers=[]) for value in graph.values]
+        self.storages = [dataclasses.replace(storage, values=list(storage.values)) for storage in graph.storages]
+        self.forward = [op for op in graph.ops if op.forward]
+        self.backward: list[Op] = []
+        self.owner = owners(graph, forward_only=True)
+        self.copies: dict[int, int] = {}
+        self.used: dict[int, int] = {}
+        """When each copy was last read, by the number of barriers passed."""
+        self.barriers = 0
+        self.again: dict[str, int] = {}
+        self.states: dict[int, int] = {}
+
+    def run(self) -> Graph:
+        order, _ = order_backward(self.graph)
+        placed = set()
+        for op in order:
+            if op.forward:  # a view, taken again by whoever needs it
+                continue
+            placed.add(op.id)
+            reads = {value: self._current(value) for value in op.reads}
+            self.backward.append(_reading(op, reads))
+            if not is_fusible(op.target) and op.kind is not OpClass.VIEW:
+                self.barriers += 1
+        for value in self.graph.gradients:
+            assert value is None or value not in self.dropped, "a gradient cannot be dropped"
+        self.backward += [op for op in self.graph.ops if not op.forward and op.id not in placed]
+        return self._numbered()
+
+    def _numbered(self) -> Graph:
+        ops = []
+        for number, op in enumerate((*self.forward, *self.backward)):
+            ops.append(dataclasses.replace(op, id=number))
+            for written in op.writes:
+                if written is not None:
+                    self.values[written].producer = number
+            for read in op.reads:
+                self.values[read].readers.append(number)
+        return dataclasses.replace(self.graph, values=self.values, storages=self.storages, ops=ops)
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    def _current(self, value: int) -> int:
+        """What stands for a forward value at this point of backward: itself where it is kept, else a copy."""
+        pending = [value]
+        while pending:
+            wanted = pending[-1]
+            if self._standing(wanted) is not None:
+                pending.pop()
+                continue
+            producer = self.graph.producer(wanted)
+            assert producer is not None
+            missing = [read for read in self._inputs(producer, wanted) if self._standing(read) is None]
+            if missing:
+                pending += missing
+            else:
+                self._copy(producer, wanted)
+        found = self._standing(value)
+        assert found is not None
+        return found
+
+    def _standing(self, value: int) -> int | None:
+        owner = self.owner.get(value)
+        if owner not in self.dropped:
+            return value
+        if value not in self.copies:
+            return None
+        maker = self.graph.producer(owner)
+        assert maker is not None
+        if maker.kind is not OpClass.HEAVY and self.barriers - self.used[value] > PATIENCE:
+            del self.copies[value]
+            return None
+        self.used[value] = self.barriers
+        return self.copies[value]
+
+    def _inputs(self, op: Op, wanted: int) -> tuple[int, ...]:
+        form = self._form(op, wanted)
+        return op.reads if form is None else form.reads
+
+    def _form(self, op: Op, wanted: int) -> _Normalised | None:
+        """How to take a normalisation again from its statistics, if those are kept."""
+        if self.exact or op.writes[0] != wanted:
+            return None
+        describe = FROM_STATISTICS.get(op.target)
+        form = None if describe is None else describe(self.graph, op)
+        statistics = () if form is None else (form.mean, form.scale)
+        return None if any(value in self.dropped for value in statistics) else form
+
+    def _copy(self, op: Op, wanted: int) -> None:
+        form = self._form(op, wanted)
+        if form is not None:
+            self._record({wanted: self._normalise_again(op, wanted, form)})
+            return
+        reads = {value: self._current(value) for value in op.reads}
+        target, args, kwargs = op.target, _swap(op.args, reads), _swap(op.kwargs, reads)
+        if op.kind is OpClass.RANDOM:
+            target, args = DrawAgain(op.target, _device(self.graph, op)), (Ref(self._state(op)), *args)
+        elif _is_training_batch_norm(op):  # running statistics are not read in training, and have moved on
+            target, args = aten._native_batch_norm_legit.no_stats, (*args[:3], *args[5:])
+        copy = self._emit(op, target, args, kwargs)
+        results = op.writes[:3] if _is_training_batch_norm(op) else op.writes
+        made = {}
+        storages: dict[int, int] = {}
+        for value in results:
+            made[value] = None if value is None else self._like(copy, value, storages, reads)
+        copy.writes = tuple(made[value] for value in results)
+        self._record({value: new for value, new in made.items() if value is not None and new is not None})
+
+    def _record(self, made: dict[int, int]) -> None:
+        for value, new in made.items():
+            self.copies[value] = new
+            self.used[value] = self.barriers
+
+    def _emit(self, like: Op, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
+        random = like.kind is OpClass.RANDOM
+        op = dataclasses.replace(
+            like,
+            name=self._name(like.name),
+            target=target,
+            args=args,
+            kwargs=kwargs,
+            reads=tuple(dict.fromkeys(refs((args, kwargs)))),
+            kind=OpClass.CHEAP if random else classify(target),
+            returns_tuple=like.returns_tuple,
+            forward=False,
+            traced_in_forward=False,
+        )
+        self.backward.append(op)
+        return op
+
+    def _name(self, name: str) -> str:
+        times = self.again[name] = self.again.get(name, 0) + 1
+        return f"{name}_again" if times == 1 else f"{name}_again_{times}"
+
+    def _like(self, op: Op, original: int, storages: dict[int, int], reads: dict[int, int]) -> int:
+        """A value like another one: in memory of its own, or in that of the operand it is a view of."""
+        value = self.graph.values[original]
+        storage = None
+        if value.storage is not None:
+            for read, current in reads.items():
+                if self.graph.values[read].storage == value.storage:
+                    storages[value.storage] = self.values[current].storage  # type: ignore[assignment]
+            if value.storage not in storages:
+                storages[value.storage] = self._new_storage(self.graph.storages[value.storage])
+            storage = storages[value.storage]
+        return self._add(dataclasses.replace(value, name=self._name(value.name), storage=storage, role=None))
+
+    def _add(self, value: Value) -> int:
+        value.id = len(self.values)
+        value.readers = []
+        self.values.append(value)
+        if value.storage is not None:
+            self.storages[value.storage].values.append(value.id)
+        return value.id
+
+    def _new_storage(self, like: Storage) -> int:
+        self.storages.append(dataclasses.replace(like, id=len(self.storages), values=[]))
+        return len(self.storages) - 1
+
+    # -- draws -------------------------------------------------------------------------------------------------------
+
+    def _state(self, op: Op) -> int:
+        """The state of the generator before a draw: a value that forward makes and keeps."""
+        if op.id not in self.states:
+            device = _device(self.graph, op)
+            size = STATE_BYTES[device.partition(":")[0]]
+            self.storages.append(Storage(len(self.storages), block_bytes(size, "cpu"), "cpu"))
+            state = Value(0, f"{op.name}_state", len(self.storages) - 1, (size,), (1,), torch.uint8, size, None)
+            number = self._add(state)
+            before = dataclasses.replace(
+                op,
+                name=f"{op.name}_state",
+                target=DrawState(device, op.kwargs.get("generator")),
+                args=(),
+                kwargs={},
+                reads=(),
+                writes=(number,),
+                returns_tuple=False,
+            )
+            self.forward.insert(next(i for i, other in enumerate(self.forward) if other.id == op.id), before)
+            before.id = -1
+            self.states[op.id] = number
+        return self.states[op.id]
+
+    # -- normalisations ----------------------------------------------------------------------------------------------
+
+    def _normalise_again(self, op: Op, wanted: int, form: _Normalised) -> int:
+        """`(x - mean) * scale * weight + bias`, in the shapes that broadcast."""
+        like = self.graph.values[wanted]
+
+        def shaped(value: int, shape: tuple[int, ...]) -> int:
+            current = self._current(value)
+            known = self.values[current]
+            if known.shape == shape:
+                return current
+            view = self._emit(op, aten.view.default, (Ref(current), list(shape)), {})
+            stride = tuple(_strides(shape))
+            view.returns_tuple = False
+            name = self._name(f"{known.name}_wide")
+            made = self._add(dataclasses.replace(known, name=name, shape=shape, stride=stride, role=None))
+            view.writes = (made,)
+            return made
+
+        def arithmetic(target: Any, left: int, right: int, dtype: torch.dtype) -> int:
+            made = self._emit(op, target, (Ref(left), Ref(right)), {})
+            made.returns_tuple = False
+            size = like.bytes // like.dtype.itemsize * dtype.itemsize  # type: ignore[union-attr]
+            device = self.graph.storages[like.storage].device  # type: ignore[index]
+            self.storages.append(Storage(len(self.storages), block_bytes(size, device), device))
+            value = dataclasses.replace(
+                like, name=self._name(like.name), storage=len(self.storages) - 1, bytes=size, dtype=dtype, role=None
+            )
+            made.writes = (self._add(value),)
+            return made.writes[0]  # type: ignore[return-value]
+
+        wide = self.graph.values[form.mean].dtype
+        assert wide is not None
+        result = arithmetic(aten.sub.Tensor, self._current(form.source), shaped(form.mean, form.statistics), wide)
+        result = arithmetic(aten.mul.Tensor, result, shaped(form.scale, form.statistics), wide)
+        if form.weight is not None:
+            result = arithmetic(aten.mul.Tensor, result, shaped(form.weight, form.affine), wide)
+        if form.bias is not None:
+            result = arithmetic(aten.add.Tensor, result, shaped(form.bias, form.affine), wide)
+        return result
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Normalised:
+    """What a normalisation is made of, with the shapes in which statistics and weights broadcast."""
+
+    source: int
+    mean: int
+    scale: int
+    weight: int | None
+    bias: int | None
+    statistics: tuple[int, ...]
+    affine: tuple[int, ...]
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return tuple(
+            value for value in (self.source, self.mean, self.scale, self.weight, self.bias) if value is not None
+        )
+
+
+def _batch_norm(graph: Graph, op: Op) -> _Normalised | None:
+    if not _is_training_batch_norm(op) or not _one_type(graph, op):
+        return None
+    source, weight, bias = (argument.value if isinstance(argument, Ref) else None for argument in op.args[:3])
+    assert source is not None
+    rank = len(graph.values[source].shape)
+    wide = (1, graph.values[source].shape[1], *([1] * (rank - 2)))
+    mean, scale = op.writes[1:3]
+    if mean is None or scale is None:
+        return None
+    return _Normalised(source, mean, scale, weight, bias, wide, wide)
+
+
+def _layer_norm(graph: Graph, op: Op) -> _Normalised | None:
+    if not _one_type(graph, op):
+        return None
+    source, shape, weight, bias = op.args[:4]
+    mean, scale = op.writes[1:3]
+    if mean is None or scale is None:
+        return None
+    return _Normalised(
+        source.value,
+        mean,
+        scale,
+        weight.value if isinstance(weight, Ref) else None,
+        bias.value if isinstance(bias, Ref) else None,
+        graph.values[mean].shape,
+        tuple(shape),
+    )
+
+
+FROM_STATISTICS: dict[Any, Callable[[Graph, Op], _Normalised | None]] = {
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten.native_layer_norm.default: _layer_norm,
+}
+BATCH_NORM_TRAINS = 5
+
+
+def _is_training_batch_norm(op: Op) -> bool:
+    return op.target is aten._native_batch_norm_legit_functional.default and bool(op.args[BATCH_NORM_TRAINS])
+
+
+def _one_type(graph: Graph, op: Op) -> bool:
+    """Half precision keeps its statistics in another type: left to PyTorch's own operator."""
+    return len({graph.values[value].dtype for value in (*op.reads, *op.writes[:3]) if value is not None}) == 1
+
+
+def owners(graph: Graph, *, forward_only: bool) -> dict[int, int]:
+    """For every value that is made, the value whose memory it looks at: itself, or what it is a view of."""
+    owner: dict[int, int] = {}
+    for op in graph.ops:
+        if forward_only and not op.forward:
+            continue
+        bases = [owner.get(read, read) for read in op.reads] if op.kind is OpClass.VIEW else []
+        for value in op.writes:
+            if value is not None:
+                owner[value] = bases[0] if bases else value
+    return owner
+
+
+def _reading(op: Op, reads: dict[int, int]) -> Op:
+    """The operator with other operands."""
+    if all(old == new for old, new in reads.items()):
+        return op
+    args, kwargs = _swap(op.args, reads), _swap(op.kwargs, reads)
+    return dataclasses.replace(op, args=args, kwargs=kwargs, reads=tuple(dict.fromkeys(refs((args, kwargs)))))
+
+
+def _swap(argument: Any, reads: dict[int, int]) -> Any:
+    return map_refs(argument, lambda value: Ref(reads[value]))
+
+
+def _reads_mutated(graph: Graph, op: Op) -> bool:
+    """Does it look at an input that the step changes? By the time of backward that holds something else."""
+    return any(value in graph.mutated for value in op.reads)
+
+
+def _device(graph: Graph, op: Op) -> str:
+    (value, *_) = (value for value in op.writes if value is not None)
+    storage = graph.values[value].storage
+    assert storage is not None
+    return graph.storages[storage].device
+
+
+def _device_type(graph: Graph, op: Op) -> str:
+    return _device(graph, op).partition(":")[0]
+
+
+def _strides(shape: Iterable[int]) -> list[int]:
+    strides, step = [], 1
+    for size in reversed(tuple(shape)):
+        strides.append(step)
+        step *= max(size, 1)
+    return strides[::-1]
