@@ -5,53 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from captured import captured_graph, operators
-from dropped import backward_asks_for, workload_graph
-from encore.graph import Graph, OpClass
+from encore.graph import OpClass
 from encore.plan.strategies import STRATEGIES, Forward
-from encore.schedule.order import order_backward
-from encore.workloads import WORKLOADS
-from test_random_networks import Network, Spec, examples, networks
 
 aten = torch.ops.aten
-NEVER = {OpClass.VIEW, OpClass.RANDOM, OpClass.MUTATING, OpClass.COLLECTIVE, OpClass.OPAQUE}
-
-
-def assert_legal(graph: Graph, dropped: frozenset[int]) -> None:
-    kept, again = backward_asks_for(graph, dropped)
-    assert again == dropped  # nothing is dropped that backward never comes to
-    assert not dropped & {*graph.primals, *graph.constants, *graph.outputs, *graph.tangents}
-    for value in dropped:
-        producer = graph.producer(value)
-        assert producer is not None
-        assert producer.forward
-        assert producer.kind not in NEVER
-        assert graph.values[value].storage not in graph.external
-    assert kept.isdisjoint(dropped)
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_every_strategy_is_legal_on_every_workload(name: str) -> None:
-    graph = workload_graph(name)
-    _, saved = order_backward(graph)
-    assert backward_asks_for(graph)[0] == {value for value in saved if graph.values[value].producer is not None}
-    for strategy in STRATEGIES.values():
-        assert_legal(graph, strategy(graph))
-
-
-@examples(8, derandomize=True)
-@networks
-def test_every_strategy_is_legal_on_random_networks(reads_tokens: bool, specs: list[Spec]) -> None:
-    torch._dynamo.reset()
-    network = Network(reads_tokens, specs)
-    graph = captured_graph(network, network.example())
-    for strategy in STRATEGIES.values():
-        assert_legal(graph, strategy(graph))
 
 
 def deep(*layers: Callable[[], nn.Module], count: int = 9) -> nn.Module:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import encore
 from captured import captured_graph, named, operators
 from dropped import backward_asks_for, kept_bytes, names, workload_graph
 from encore.graph import Graph, OpClass, verify_graph
@@ -107,19 +108,15 @@ def test_of_two_tanhs_the_first_is_kept_and_the_second_made_again_for_the_gradie
     assert all(graph.ops[graph.values[value].producer or 0].kind is not OpClass.HEAVY for value in dropped)
 
 
-def test_a_resnet_keeps_little_more_than_half() -> None:
-    """The results of its convolutions; what batch norm, ReLU and addition make of them is made again."""
-    graph = workload_graph("resnet")
-    assert (kept_bytes(graph), kept_bytes(graph, echo(graph))) == (6_998_084, 3_629_184)
-
-
 @pytest.mark.slow
-def test_a_resnet_152_keeps_little_more_than_half() -> None:
-    workload = build("resnet", depth=152, batch_size=32, width=8, resolution=32, classes=4)
-    graph = captured_graph(workload.model, *workload.batch(0))
+def test_a_resnet_152_with_a_batch_of_32_keeps_little_more_than_half() -> None:
+    """Results of convolutions; what batch norm, addition and ReLU make of them is made again. ResNet-50: see KEPT."""
+    workload = build("resnet", depth=152, batch_size=32, resolution=224)
+    (captured,) = encore.estimate(workload.model, *workload.batch(0)).captured
+    graph = captured.unplanned.schedule.graph
     unplanned, planned = kept_bytes(graph), kept_bytes(graph, echo(graph))
     assert planned < 0.6 * unplanned
-    assert (unplanned, planned) == (14_543_300, 7_365_120)
+    assert (unplanned, planned) == (5_659_116_292, 2_886_927_616)
 
 
 # -- loops -----------------------------------------------------------------------------------------------------------

@@ -94,15 +94,6 @@ def test_a_boundary_lies_where_only_the_residual_stream_passes() -> None:
     assert names(graph, every_other) == {"add", "add_2", "relu_3", "relu_4", "add_3"}
 
 
-def test_the_blocks_of_a_resnet_end_with_its_additions() -> None:
-    graph = workload_graph("resnet")
-    forward = Forward.of(graph)
-    boundaries = block_boundaries(graph)
-    assert {str(forward.ops[place - 1].target) for place in boundaries} == {"aten.relu.default"}
-    assert len(boundaries) == 3 + 4 + 6 + 3
-    assert (kept_bytes(graph), kept_bytes(graph, blocks(graph))) == (6_998_084, 1_810_564)
-
-
 def test_the_steps_of_a_loop_are_blocks() -> None:
     graph = workload_graph("nmt")
     encoder, decoder = [2 + 12 * cell for cell in range(13)], [184 + 35 * step for step in range(6)]
