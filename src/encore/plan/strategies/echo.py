@@ -145,7 +145,7 @@ class _Frontier:
             if not any(map(self._size, forward.operands[op])):
                 self.free.add(op)
                 self.made_here.difference_update(forward.results(op))
-        values = self.made_here.union(*(forward.operands[op] for op in subgraph))
+        values = self.made_here.union(*(filter(self._size, forward.operands[op]) for op in subgraph))
         self.readers = {value: [op for op in forward.readers.get(value, ()) if op in subgraph] for value in values}
         self.missing = {op: sum(value in self.made_here for value in forward.operands[op]) for op in subgraph}
         """By operator: operands that are not kept so far."""
