@@ -1,0 +1,40 @@
+"""Published answers to "which feature maps shall backward compute again?", one file each, named after the answer.
+
+A strategy is a pure function from a graph to the forward values that are *dropped*: not kept, but made again from
+their producer's operands, and those from theirs, until something kept is reached. Whatever backward needs and is not
+dropped is kept. `forward.py` is the picture all of them look at, and `droppable.py` says what none of them may drop.
+When a value is made again, and how often, is for `schedule/`; which proposal wins is for the planner.
+"""
+
+from collections.abc import Callable
+
+from encore.graph import Graph
+from encore.plan.strategies.blocks import block_boundaries, blocks
+from encore.plan.strategies.chen import chen
+from encore.plan.strategies.echo import echo
+from encore.plan.strategies.forward import Forward
+from encore.plan.strategies.min_cut import min_cut
+from encore.plan.strategies.mirror import mirror
+
+__all__ = [
+    "STRATEGIES",
+    "Forward",
+    "Strategy",
+    "block_boundaries",
+    "blocks",
+    "chen",
+    "echo",
+    "min_cut",
+    "mirror",
+]
+
+Strategy = Callable[[Graph], frozenset[int]]
+
+STRATEGIES: dict[str, Strategy] = {
+    "echo": echo,
+    "mirror": mirror,
+    "chen": chen,
+    "blocks": blocks,
+    "min cut": min_cut,
+}
+"""Strategies by the name a report gives them."""
