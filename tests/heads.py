@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+aten = torch.ops.aten
 WORDS, WIDTH, BATCH, STEPS = 23, 6, 4, 5
 
 
@@ -107,5 +109,8 @@ DECLINED: dict[str, Callable[[Net, torch.Tensor, torch.Tensor], Any]] = {
     "two losses of the same scores": lambda net, h, t: (lambda s: entropy(s, t) + entropy(s, t.flip(0)))(net.leave(h)),
     "a batched product": lambda net, h, t: entropy(h @ net.turned.expand(BATCH, -1, -1), t),
     "soft targets": lambda net, h, t: entropy_of_shares(net.leave(h), t),
+    "the total weight is read": lambda net, h, t: math.prod(
+        aten.nll_loss_forward(net.leave(h).log_softmax(-1).flatten(0, 1), t.flatten(), None, 1, -100)
+    ),
     "no loss": lambda net, h, t: net.leave(h).square().mean(),
 }  # fmt: skip

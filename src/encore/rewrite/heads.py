@@ -19,7 +19,7 @@ import torch
 
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import OUT_VARIANT, is_pointwise
-from encore.graph.values import Ref
+from encore.graph.values import Ref, refs
 from encore.rewrite.matmuls import Product, device_of, exported, is_contiguous, product, products
 
 aten = torch.ops.aten
@@ -58,11 +58,12 @@ class RowByRow(Exit):
 
 @dataclass(frozen=True, slots=True)
 class Gathered(Exit):
-    """`rows.T @ other` or `other @ rows`: a product that sums over rows."""
+    """`rows.T @ other` or `other @ rows`, a product that sums over rows; plus `addend`, where it has one."""
 
     other: int
     turned: bool
     """Do the rows stand on the left, transposed?"""
+    addend: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +118,6 @@ class _Growth:
     """Operators that read what has been taken in."""
 
     @property
-    def device(self) -> torch.device:
-        return torch.device(device_of(self.graph, self.root.result))
-
-    @property
     def inside(self) -> set[int]:
         return {*self.makers, *self.transposed}
 
@@ -155,7 +152,7 @@ class _Growth:
         """One more operator; False if it has no place in a head."""
         if self._treats_rows_alike(op) or self._begins_backward(op):
             self._own(op)
-        elif self._is_loss(op):
+        elif op.target is LOSS and op.forward and self.loss is None and self._reads_rows_at(op, 0):
             self.loss = op
         elif op.target is aten.t.default and not op.forward and op.reads[0] in self.makers:
             (result,) = op.writes
@@ -182,7 +179,7 @@ class _Growth:
 
     def _treats_rows_alike(self, op: Op) -> bool:
         """Is each row of its result made from the same rows of the head, and of what all rows share?"""
-        if op.returns_tuple or not self._holds_rows(op.writes[0]):
+        if op.returns_tuple or op.writes[0] is None or not self._holds_rows(op.writes[0]):
             return False
         if op.kind is OpClass.VIEW:
             return op.target in RESHAPES
@@ -191,18 +188,19 @@ class _Growth:
             last = len(self.graph.values[op.reads[0]].shape) - 1
             return not others and op.args[ALONG[op.target]] in (last, -1)
         pointwise = op.kind is OpClass.CHEAP and (is_pointwise(op.target) or op.target in OUT_VARIANT)
+        if self.inside.intersection(refs(op.kwargs)):
+            return False
         return (pointwise or self._is_cast(op)) and all(self._same_for_all_rows(value) for value in others)
 
     def _is_cast(self, op: Op) -> bool:
         """To another type, where it is."""
         if op.target is not aten._to_copy.default or not {"dtype", "layout", "device"}.issuperset(op.kwargs):
             return False
-        return op.kwargs.get("device", self.device) == self.device
+        here = torch.device(device_of(self.graph, self.root.result))
+        return op.kwargs.get("device", here) == here
 
-    def _holds_rows(self, number: int | None) -> bool:
+    def _holds_rows(self, number: int) -> bool:
         """As many rows, as long and in the same order, as those that the product makes?"""
-        if number is None:
-            return False
         value, scores = self.graph.values[number], self.graph.values[self.root.result]
         alike = value.shape[-1:] == scores.shape[-1:] and math.prod(value.shape) == math.prod(scores.shape)
         return alike and is_contiguous(value)
@@ -211,13 +209,9 @@ class _Growth:
         shape = self.graph.values[number].shape
         return number not in self.transposed and (len(shape) < 2 or (len(shape) == 2 and shape[0] == 1))
 
-    def _is_loss(self, op: Op) -> bool:
-        ours = op.target is LOSS and op.forward and self.loss is None and not op.kwargs
-        return ours and self._reads_rows_at(op, 0)
-
     def _begins_backward(self, op: Op) -> bool:
         """Is it the gradient of the very loss the head ends in?"""
-        if op.target is not LOSS_BACKWARD or op.forward or self.loss is None or op.kwargs:
+        if op.target is not LOSS_BACKWARD or op.forward or self.loss is None:
             return False
         _, target, weight, reduction, ignored = self.loss.args
         total = self.loss.writes[1]
@@ -225,34 +219,30 @@ class _Growth:
         return same and self._reads_rows_at(op, 1)
 
     def _reads_rows_at(self, op: Op, position: int) -> bool:
-        """Is this argument a matrix of the head, and no other?"""
+        """Is this argument, and no other, a matrix of the head?"""
         mine = [value for value in op.reads if value in self.inside]
-        return mine == [op.args[position].value] and len(self.graph.values[mine[0]].shape) == 2
+        return not op.kwargs and mine == [op.args[position].value] and len(self.graph.values[mine[0]].shape) == 2
 
     def _weight_stays_inside(self, loss: Op) -> bool:
         """Is the total weight read by the loss's own gradient only?"""
         weight = loss.writes[1]
         if weight is None or weight in exported(self.graph):
             return False
-        ours = {op.id for op in self.makers.values()}
-        return ours.issuperset(self.graph.values[weight].readers)
+        return {op.id for op in self.makers.values()}.issuperset(self.graph.values[weight].readers)
 
     def _exit(self, op: Op) -> Exit | None:
         """The way out of the head that an operator of backward is, if it is one."""
-        if op.forward or len(op.writes) != 1 or op.writes[0] is None:
-            return None
-        if not is_contiguous(self.graph.values[op.writes[0]]):
+        if op.forward or op.returns_tuple or op.writes[0] is None or not is_contiguous(self.graph.values[op.writes[0]]):
             return None
         found = product(op)
-        if found is not None and found.bias is None and found.left != found.right:
-            mine = self.inside.intersection((found.left, found.right))
-            if mine == {found.left}:
-                turned = self.transposed.get(found.left)
-                if turned is not None:
-                    return Gathered(op, turned, found.right, turned=True)
-                return RowByRow(op, found.left, found.right)
+        if found is not None and len(op.reads) == len(op.args):  # nothing is read twice
+            mine = self.inside.intersection(op.reads)
+            if mine == {found.left} and found.left in self.transposed:
+                return Gathered(op, self.transposed[found.left], found.right, True, found.bias)
             if mine == {found.right} and found.right in self.makers:
-                return Gathered(op, found.right, found.left, turned=False)
+                return Gathered(op, found.right, found.left, False, found.bias)
+            if mine == {found.left} and found.bias is None:
+                return RowByRow(op, found.left, found.right)
         if op.target is aten.sum.dim_IntList and not op.kwargs and op.reads[0] in self.makers:
             dimensions = len(self.graph.values[op.reads[0]].shape)
             if sorted(number % dimensions for number in op.args[1] or ()) == list(range(dimensions - 1)):

@@ -13,7 +13,7 @@ written for them; here it is the graph that changes, whatever the model calls it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -124,7 +124,7 @@ class _Split:
         if key not in self.made:
             args = self._arguments(op, k, beside)
             name = f"{op.name}_{'rows' if op.forward == beside.forward else 'again'}{k}"
-            copy = self._op(beside, name, op.target, args, op.kwargs)
+            copy = self._op(beside, name, op.target, args, **op.kwargs)
             copy.module, copy.source = op.module, op.source
             self.made[key] = self._result(copy, (self.lengths[k], self.columns), value)
         return self.made[key]
@@ -210,36 +210,36 @@ class _Split:
             add = self._exit_op(leave, f"upto{k}", aten.add.Tensor, (self._so_far(leave), Ref(made)))
             self._come_to(leave, k, add, wide)
         elif wide is not None:
-            widen = self._exit_op(leave, f"upto{k}", aten._to_copy.default, (Ref(made),), {"dtype": wide})
+            widen = self._exit_op(leave, f"upto{k}", aten._to_copy.default, (Ref(made),), dtype=wide)
             self._come_to(leave, k, widen, wide)
         else:
             self.so_far[leave.op.id] = made
         if wide is not None and k == self.last:
-            kind = {"dtype": whole.dtype}
-            narrow = self._exit_op(leave, "whole", aten._to_copy.default, (self._so_far(leave),), kind)
+            narrow = self._exit_op(leave, "whole", aten._to_copy.default, (self._so_far(leave),), dtype=whole.dtype)
             self._come_to(leave, k, narrow)
 
     def _so_far(self, leave: Exit) -> Ref:
         return Ref(self.so_far[leave.op.id])
 
     def _come_to(self, leave: Exit, k: int, op: Op, wide: torch.dtype | None = None) -> None:
-        """After the last slice the operator makes the exit's result, before that what it has come to so far."""
-        if k == self.last and wide is None:
-            self.editor.adopt(op, leave.result)
-        else:
+        """After the last slice the operator makes the exit's result, before that what it has come to so far. What a
+        product is added to joins last: it may well wait for the gradients of the hidden rows."""
+        done = k == self.last and wide is None
+        addend = leave.addend if isinstance(leave, Gathered) else None
+        if not done or addend is not None:
             self.so_far[leave.op.id] = self._result(op, self.values[leave.result].shape, leave.result, wide)
+        if done and addend is not None:
+            op = self._exit_op(leave, "and", aten.add.Tensor, (self._so_far(leave), Ref(addend)))
+        if done:
+            self.editor.adopt(op, leave.result)
 
     # -- records -----------------------------------------------------------------------------------------------------
 
-    def _op(
-        self, beside: Op, name: str, target: Any, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None
-    ) -> Op:
-        return self.editor.op_after(beside, name, target, tuple(args), dict(kwargs or {}))
+    def _op(self, beside: Op, name: str, target: Any, args: Sequence[Any], **kwargs: Any) -> Op:
+        return self.editor.op_after(beside, name, target, args, kwargs)
 
-    def _exit_op(
-        self, leave: Exit, what: str, target: Any, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None
-    ) -> Op:
-        op = self._op(self.head.backward, f"{leave.op.name}_{what}", target, args, kwargs)
+    def _exit_op(self, leave: Exit, what: str, target: Any, args: Sequence[Any], **kwargs: Any) -> Op:
+        op = self._op(self.head.backward, f"{leave.op.name}_{what}", target, args, **kwargs)
         op.module, op.source = leave.op.module, leave.op.source
         return op
 
