@@ -1,0 +1,51 @@
+"""Which heads are found, and which are left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from captured import captured_graph, operators
+from encore.rewrite.heads import Gathered, RowByRow, Summed, find_heads
+from encore.rewrite.split_head import split_head
+from heads import DECLINED, FORMS, WIDTH, Net, batch, entropy
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("form", DECLINED)
+def test_declined(form: str) -> None:
+    graph = captured_graph(Net(DECLINED[form]), *batch())
+    assert split_head(graph, 4) is graph
+
+
+def test_one_slice_or_one_row_is_nothing_to_split() -> None:
+    graph = captured_graph(Net(FORMS["bias"]), *batch())
+    assert split_head(graph, 1) is graph
+    torch._dynamo.reset()
+    row = captured_graph(Net(FORMS["rows first"]), torch.randn(1, 1, WIDTH), torch.zeros(1, 1, dtype=torch.int64))
+    assert split_head(row, 4) is row
+
+
+def test_one_head_is_split_where_another_is_declined() -> None:
+    def end(net: Net, hidden: torch.Tensor, target: torch.Tensor) -> Any:
+        return entropy(net.leave(hidden), target), hidden @ net.turned
+
+    graph = captured_graph(Net(end), *batch())
+    split = split_head(graph, 4)
+    assert len(operators(graph, aten._log_softmax)) == 1
+    assert len(operators(split, aten._log_softmax)) == 8
+
+
+def test_rows_leave_through_the_three_gradients_of_a_linear_layer() -> None:
+    (head,) = find_heads(captured_graph(Net(FORMS["bias"]), *batch()))
+    assert [type(leave) for leave in head.exits] == [RowByRow, Gathered, Summed]
+    assert head.loss.target is aten.nll_loss_forward.default
+    assert head.product.op.module == "leave"
+
+
+def test_a_head_that_gives_no_gradient_has_no_exits() -> None:
+    (head,) = find_heads(captured_graph(Net(FORMS["frozen head"]), *batch()))
+    assert head.exits == ()
