@@ -15,20 +15,9 @@ from captured import captured, drop_gradients, named, operators, train_step
 from encore.graph import Graph, OpClass, verify_graph
 from encore.lower import lower
 from encore.schedule import replay, schedule_step, simulate
-from encore.schedule.recompute import can_recompute, recompute
+from encore.schedule.recompute import recomputable, recompute
 
 aten = torch.ops.aten
-
-
-def droppable(graph: Graph) -> list[int]:
-    leaving = {value for value in graph.outputs if value is not None}
-    return [
-        value
-        for op in graph.ops
-        if op.kind is not OpClass.VIEW and can_recompute(graph, op)
-        for value in op.writes
-        if value is not None and value not in leaving
-    ]
 
 
 def gradients_of(graph: Graph, primals: Sequence[Any], tangents: Sequence[Any]) -> list[torch.Tensor | None]:
@@ -57,18 +46,11 @@ class Residual(nn.Module):
         return self.leave(wide.transpose(1, 2).reshape(-1, 8)).logsumexp(1).sum()
 
 
-def primals_of(model: nn.Module, *args: torch.Tensor) -> dict[tuple[int, ...], list[torch.Tensor]]:
-    found: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    for tensor in (*model.parameters(), *model.buffers(), *args):
-        found.setdefault(tuple(tensor.shape), []).append(tensor)
-    return found
-
-
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("seed", range(12))
 def test_any_choice_of_values_gives_a_legal_step_whose_peak_the_replayer_confirms(seed: int, exact: bool) -> None:
     graph = captured(Residual(), torch.randn(2, 5, 6), overhead=0).unplanned.schedule.graph
-    candidates = droppable(graph)
+    candidates = sorted(recomputable(graph))
     chosen = random.Random(seed).sample(candidates, k=max(1, len(candidates) * (seed % 4 + 1) // 4))
     again = recompute(graph, chosen, exact=exact)
     verify_graph(again)
@@ -162,4 +144,4 @@ def test_an_input_that_the_step_changes_is_not_read_again() -> None:
     graph = captured(step, x, counter, overhead=0).unplanned.schedule.graph
     (addition, *_) = [op for op in operators(graph, aten.add) if op.forward]
     assert graph.mutated
-    assert not can_recompute(graph, addition)
+    assert not recomputable(graph).intersection(value for value in addition.writes if value is not None)

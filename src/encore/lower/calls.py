@@ -60,11 +60,12 @@ def _draw_again(again: DrawAgain) -> Callable[..., Any]:
 
 
 def _with_grad_mode(target: Any) -> Callable[..., Any]:
-    """oneDNN's recurrent layer asks the grad mode whether backward will want its workspace."""
+    """oneDNN's recurrent layer asks the grad mode whether backward will want its workspace; autograd itself must not
+    look, or its node would hold that workspace for as long as the outputs live."""
     call = _dispatcher_call(target)
 
     def run(*args: Any) -> Any:
-        with torch.enable_grad():
+        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
             return call(*args)
 
     run.__name__ = str(target).replace(".", "_")

@@ -1,6 +1,6 @@
 """From one step to all its plans: the Pareto set of peak against time, found by going downhill from several starts.
 
-Each move drops one role (or a part of it, or a role with the heavy values that only it would keep alive) and is judged
+Each move drops one role (or every second value of it, or a role with the heavy values that only it would keep alive) and is judged
 by what it takes off the peak where the peak now is, per second it costs. The best move by that account is tried in
 outline; it stays if the peak falls. Starts are the kept step and what the strategies propose: from a step cut into
 blocks the search reaches peaks that no sequence of single drops leads to. Afterwards each plan is relieved of drops
@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from encore.plan.roles import roles
 from encore.plan.sketch import Outline, Sketch
 
-TRIES = 6
+TRIES = 10
 """Moves that are tried at one place before the search takes it for the bottom."""
 PARTS = (0.25, 0.5, 0.75)
 """Parts of a role that are tried by themselves, for plans in between."""
-FEWEST_FOR_HALVES = 4
-"""Of so many values of a role, every second one may stay to recompute the others from."""
 SMALLEST = 1e-3
 """Roles that hold less than this share of the peak are kept: a normalisation's statistics, a count."""
 WORTH_PARTS = 0.04
 """Share of the kept peak that a move must take off for its parts to be looked at."""
+SAMPLE = 8
+"""Values of a role that stand for all of it when a move is judged."""
 MOST_OUTLINES = 400
-EVALUATED_OPS = 2_500_000
+EVALUATED_OPS = 1_000_000
 """Outlines are limited so that graphs of ten thousand operators are planned in a few seconds."""
 
 
@@ -85,6 +85,7 @@ class Search:
                 if lower.peak <= (1 - SMALLEST) * outline.peak:
                     self._look_between(outline, lower, move)
                     outline = lower
+                    useless.clear()
                     break
                 useless.add(move.values)
             else:
@@ -109,8 +110,8 @@ class Search:
         fresh = frozenset(value for value in group if value not in outline.dropped)
         if not fresh:
             return
-        every_second = frozenset(sorted(fresh)[::2]) if len(fresh) >= FEWEST_FOR_HALVES else fresh
-        for values in dict.fromkeys((fresh, self._with_sources(outline, fresh), every_second)):
+        halves = [frozenset(sorted(fresh)[start::2]) for start in (0, 1)] if len(fresh) > 1 else []
+        for values in dict.fromkeys((fresh, self._with_sources(outline, fresh), *halves)):
             gain, cost = self._account(outline, values)
             if gain > 0:
                 yield _Move(values, gain, cost)
@@ -121,7 +122,8 @@ class Search:
         gain, cost = 0, 0.0
         extended: set[int] = set()
         again = outline.dropped | sketch.melting | values
-        for value in values:
+        sample = sorted(values)[:: max(1, len(values) // SAMPLE)]
+        for value in sample:
             if self._alive(outline, value):
                 gain += sketch.size[value]
             cost += sketch.cost[value]
@@ -140,7 +142,8 @@ class Search:
                 elif source not in extended and not self._alive(outline, source) and sketch.made_at[source] <= worst:
                     extended.add(source)
                     gain -= sketch.size[source]
-        return gain, cost
+        share = len(values) / len(sample)
+        return int(gain * share), cost * share
 
     def _with_sources(self, outline: Outline, values: frozenset[int]) -> frozenset[int]:
         """The values and whatever is not kept now that they would be recomputed from."""

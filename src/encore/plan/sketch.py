@@ -17,7 +17,7 @@ import numpy as np
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_fusible
 from encore.schedule import Fused, Run, Schedule, Timeline
-from encore.schedule.recompute import FROM_STATISTICS, PATIENCE, can_recompute, owners
+from encore.schedule.recompute import FROM_STATISTICS, PATIENCE, owners, recomputable
 
 
 class Seconds(Protocol):
@@ -69,14 +69,7 @@ class Sketch:
         actions = [action for _, action, _ in items]
         self._read_forward(actions[: self.first_backward])
         self._read_backward(actions[self.first_backward :])
-        leaving = {self.owner.get(value, value) for value in self.graph.outputs if value is not None}
-        self.droppable = {
-            value
-            for op in self.graph.ops
-            if op.kind is not OpClass.VIEW and can_recompute(self.graph, op)
-            for value in op.writes
-            if value is not None and value not in leaving and value not in frozen and value in self.made_at
-        }
+        self.droppable = {value for value in recomputable(self.graph) - frozenset(frozen) if value in self.made_at}
         self._cost()
         saved = {self.owner.get(value, value) for value in schedule.saved}
         self.saved = {value for value in saved if value in self.made_at}

@@ -11,6 +11,7 @@ for the sake of a few microseconds. What a heavy operator made is held until its
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -25,20 +26,51 @@ from encore.schedule.order import order_backward
 aten = torch.ops.aten
 PATIENCE = 4
 """Operators that cannot be fused which may pass before a cheap copy is let go and made again."""
-PURE = frozenset({OpClass.CHEAP, OpClass.HEAVY})
+RUN_AGAIN = frozenset({OpClass.CHEAP, OpClass.HEAVY, OpClass.RANDOM})
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
 """The size of a generator's state, by type of device."""
 
 
-def can_recompute(graph: Graph, op: Op) -> bool:
-    """Would running a forward operator again in backward give the same result?"""
-    if not op.forward or not isinstance(op.target, torch._ops.OpOverload):
+def recomputable(graph: Graph) -> frozenset[int]:
+    """The values that forward may let go because running their operators again would give the same.
+
+    Writes, messages between processes and unknown operators happen once; a draw can be repeated where its generator's
+    state can be kept. What the caller gets is held by the caller anyway. And an operator can only run again while its
+    operands are what they were: new contents of inputs and buffers are copied over the old ones before backward runs.
+    """
+    changing = _changing_storages(graph)
+    leaving = {graph.values[value].storage for value in (*graph.outputs, *graph.gradients) if value is not None}
+    made = [op for op in graph.ops if op.forward and op.kind is not OpClass.VIEW]
+    owners_of = Counter(graph.values[value].storage for op in made for value in op.writes if value is not None)
+    foreign = graph.external | leaving | changing
+    found = []
+    for op in made:
+        if not _can_run_again(graph, op, changing):
+            continue
+        for value in op.writes:
+            storage = None if value is None else graph.values[value].storage
+            if value is not None and storage is not None and storage not in foreign and owners_of[storage] == 1:
+                found.append(value)
+    return frozenset(found)
+
+
+def _can_run_again(graph: Graph, op: Op, changing: set[int]) -> bool:
+    if not isinstance(op.target, torch._ops.OpOverload):
         return False
-    if op.kind is OpClass.RANDOM:
-        return _device_type(graph, op) in STATE_BYTES and not _reads_mutated(graph, op)
-    if op.kind not in PURE:
+    if op.kind is OpClass.RANDOM and _device(graph, op).partition(":")[0] not in STATE_BYTES:
         return False
-    return _is_training_batch_norm(op) or not _reads_mutated(graph, op)
+    if op.kind not in RUN_AGAIN:
+        return False
+    statistics = op.args[3:5] if _is_training_batch_norm(op) else ()
+    unread = {argument.value for argument in statistics if isinstance(argument, Ref)}
+    return not any(graph.values[read].storage in changing for read in op.reads if read not in unread)
+
+
+def _changing_storages(graph: Graph) -> set[int]:
+    """Storages that do not hold in backward what they held in forward."""
+    writers = (op for op in graph.ops if op.kind is OpClass.MUTATING)
+    written = (*graph.mutated, *(value for op in writers for value in op.reads))
+    return {storage for value in written if (storage := graph.values[value].storage) is not None}
 
 
 def recompute(graph: Graph, dropped: Collection[int], *, exact: bool) -> Graph:
@@ -368,20 +400,11 @@ def _swap(argument: Any, reads: dict[int, int]) -> Any:
     return map_refs(argument, lambda value: Ref(reads[value]))
 
 
-def _reads_mutated(graph: Graph, op: Op) -> bool:
-    """Does it look at an input that the step changes? By the time of backward that holds something else."""
-    return any(value in graph.mutated for value in op.reads)
-
-
 def _device(graph: Graph, op: Op) -> str:
     (value, *_) = (value for value in op.writes if value is not None)
     storage = graph.values[value].storage
     assert storage is not None
     return graph.storages[storage].device
-
-
-def _device_type(graph: Graph, op: Op) -> str:
-    return _device(graph, op).partition(":")[0]
 
 
 def _strides(shape: Iterable[int]) -> list[int]:

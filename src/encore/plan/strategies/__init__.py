@@ -2,7 +2,7 @@
 
 A strategy is a pure function from a graph to the forward values that are *dropped*: not kept, but made again from
 their producer's operands, and those from theirs, until something kept is reached. Whatever backward needs and is not
-dropped is kept. `forward.py` is the picture all of them look at, and `droppable.py` says what none of them may drop.
+dropped is kept. `forward.py` is the picture all of them look at.
 When a value is made again, and how often, is for `schedule/`; which proposal wins is for the planner.
 """
 

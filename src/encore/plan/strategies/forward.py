@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from encore.graph import Graph, Op, OpClass
-from encore.plan.strategies.droppable import droppable_values
 from encore.schedule.order import order_backward
+from encore.schedule.recompute import recomputable
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Forward:
             readers=readers,
             needed=frozenset(value for value in saved if graph.values[value].producer is not None),
             returned=frozenset(value for output in graph.returned for value in owners_of([output])),
-            droppable=droppable_values(graph, operands),
+            droppable=_not_drawn(graph, recomputable(graph)),
             external=frozenset(graph.external),
         )
 
@@ -90,3 +90,9 @@ class Forward:
                 assert producer is not None
                 pending.extend(self.operands[producer])
         return frozenset(reached)
+
+
+def _not_drawn(graph: Graph, values: frozenset[int]) -> frozenset[int]:
+    """The published strategies draw nothing again."""
+    drawn = {value for op in graph.ops if op.kind is OpClass.RANDOM for value in op.writes}
+    return values - drawn
