@@ -25,6 +25,7 @@ commands:
     demo      train a small language model in eager and through Encore, side by side
     env       show what Encore finds on this machine
     estimate  predict what a training step takes; nothing runs
+    plan      show the plan that a budget gets, and all others; nothing runs
     bench     compare Encore with eager PyTorch and with torch.compile
 """
 
@@ -61,19 +62,33 @@ options:
   --budget B  bytes, 2GiB, 500MB, 60% or min; exit code 2 if out of reach
   --json      print the estimate as JSON
 """,
+    "plan": """\
+usage: encore plan [-h] [--budget B] [--save FILE] [--json] TARGET
+
+Show the plan that a budget gets, and all others; nothing runs.
+
+positional arguments:
+  TARGET       package.module:factory; the factory returns (model, args) or (model, args, kwargs), on any device
+
+options:
+  -h, --help   show this help message and exit
+  --budget B   bytes, 2GiB, 500MB, 60% or min (default: min)
+  --save FILE  write the plan to FILE, for encore.compile(plan=FILE)
+  --json       print the plan as JSON
+""",
     "bench": """\
-usage: encore bench [-h] [--quick] [--json FILE] [--docs] [{spine,fast}]
+usage: encore bench [-h] [--quick] [--json FILE] [--docs] [{spine,fast,plan}]
 
 Compare Encore with eager PyTorch and with torch.compile.
 
 positional arguments:
-  {spine,fast}  what to look at
+  {spine,fast,plan}  what to look at
 
 options:
-  -h, --help    show this help message and exit
-  --quick       tiny sizes: does everything work?
-  --json FILE   write the numbers to FILE as JSON
-  --docs        write the suite's page in docs
+  -h, --help         show this help message and exit
+  --quick            tiny sizes: does everything work?
+  --json FILE        write the numbers to FILE as JSON
+  --docs             write the suite's page in docs
 """,
 }
 

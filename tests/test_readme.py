@@ -22,6 +22,9 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.parametrize(("page", "block"), BLOCKS)
-def test_example_runs(page: Path, block: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_runs(
+    page: Path, block: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     exec(compile(block, page.name, "exec"), {"__name__": page.stem})
     assert "Traceback" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The command line: `encore demo | env | estimate | bench`.
+"""The command line: `encore demo | env | estimate | plan | bench`.
 
 Exit codes: 0 done; 1 an error, told in one line on stderr; 2 a budget that cannot be met, and nothing else.
 Results go to stdout, progress and errors to stderr.
@@ -18,9 +18,17 @@ from typing import Any, NoReturn
 
 import encore
 from encore.errors import BudgetError, EncoreError, OptionError, listed
+from encore.units import bytes_text
 
 DONE, FAILED, DOES_NOT_FIT = 0, 1, 2
-BENCHMARK_PAGES = {"spine": Path("docs") / "benchmarks.md", "fast": Path("docs") / "benchmarks-fast.md"}
+BENCHMARK_PAGES = {
+    "spine": Path("docs") / "benchmarks.md",
+    "fast": Path("docs") / "benchmarks-fast.md",
+    "plan": Path("docs") / "benchmarks-plan.md",
+}
+
+
+TARGET = "package.module:factory; the factory returns (model, args) or (model, args, kwargs), on any device"
 
 
 class TargetError(EncoreError):
@@ -70,13 +78,15 @@ def parser() -> argparse.ArgumentParser:
     env.add_argument("--json", action="store_true", help="print the facts as JSON")
 
     estimate = command("estimate", run_estimate, "predict what a training step takes; nothing runs")
-    estimate.add_argument(
-        "target",
-        metavar="TARGET",
-        help="package.module:factory; the factory returns (model, args) or (model, args, kwargs), on any device",
-    )
+    estimate.add_argument("target", metavar="TARGET", help=TARGET)
     estimate.add_argument("--budget", metavar="B", help="bytes, 2GiB, 500MB, 60%% or min; exit code 2 if out of reach")
     estimate.add_argument("--json", action="store_true", help="print the estimate as JSON")
+
+    plan = command("plan", run_plan, "show the plan that a budget gets, and all others; nothing runs")
+    plan.add_argument("target", metavar="TARGET", help=TARGET)
+    plan.add_argument("--budget", metavar="B", default="min", help="bytes, 2GiB, 500MB, 60%% or min (default: min)")
+    plan.add_argument("--save", type=Path, metavar="FILE", help="write the plan to FILE, for encore.compile(plan=FILE)")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
 
     bench = command("bench", run_bench, "compare Encore with eager PyTorch and with torch.compile")
     bench.add_argument("suite", nargs="?", choices=BENCHMARK_PAGES, default="spine", help="what to look at")
@@ -130,6 +140,22 @@ def run_estimate(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def run_plan(arguments: argparse.Namespace) -> int:
+    model, args, kwargs = load_target(arguments.target)
+    estimate = encore.estimate(model, *args, **kwargs)
+    report = estimate.plan(arguments.budget)
+    if arguments.save is not None:
+        report.plan.save(arguments.save)
+    if arguments.json:
+        print(json.dumps({**report.to_dict(), "pareto": estimate.pareto}, indent=2))
+        return DONE
+    print(report)
+    print("\nplans, fastest first (resident + step peak, extra time):")
+    for total, overhead in estimate.pareto:
+        print(f"  {bytes_text(total):>12}  {overhead:>6.1%}")
+    return DONE
+
+
 def run_bench(arguments: argparse.Namespace) -> int:
     docs = BENCHMARK_PAGES[arguments.suite]
     files = {"--json": arguments.json, "--docs": docs if arguments.docs else None}
@@ -163,7 +189,15 @@ def _bench_fast(quick: bool) -> tuple[str, str, str]:
     return render(suite), suite.to_json(), page(suite)
 
 
-BENCHMARKS = {"spine": _bench_spine, "fast": _bench_fast}
+def _bench_plan(quick: bool) -> tuple[str, str, str]:
+    from encore.bench.plan import run_plan as run_suite
+    from encore.bench.plan_table import page, render
+
+    suite = run_suite(quick=quick)
+    return render(suite), suite.to_json(), page(suite)
+
+
+BENCHMARKS = {"spine": _bench_spine, "fast": _bench_fast, "plan": _bench_plan}
 """What each suite runs: the table for a terminal, the JSON, the page."""
 
 

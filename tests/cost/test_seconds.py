@@ -31,6 +31,11 @@ from encore.schedule.kernel import Operand
 aten = torch.ops.aten
 
 
+@pytest.fixture(autouse=True)
+def _time_small_operators_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seconds, "WORTH_TIMING", 0)
+
+
 def start_from(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new process would: nothing is known but what the file holds. Kernels stay those of the run."""
     cache = MachineCache(path)

@@ -124,7 +124,7 @@ def loop() -> tuple[nn.Module, torch.Tensor]:
 
 
 def test_options_name_every_pass() -> None:
-    assert (*PASSES, "fuse") == FUSED_PASSES
+    assert (*PASSES, "split_head", "fuse") == FUSED_PASSES
     with pytest.raises(OptionError, match=r"'fold' is not a pass.*'fold_additions'"):
         encore.compile(nn.Linear(2, 2), skip="fold")
 

@@ -136,7 +136,7 @@ def compare(build: Callable[[], Workload], *, rounds: int, tell: Advance = lambd
     """Measure one workload; `tell` is called after each of its `stages`."""
     workload = build()
     eager = Trainee(workload.model, workload.batch(0))
-    planned = Trainee(encore.compile(build().model, lowering="eager"), eager.batch)
+    planned = Trainee(encore.compile(build().model, lowering="eager", overhead=0.0), eager.batch)
     torch.manual_seed(SEED)
     first_step_seconds = planned.timed()
     tell("first step through Encore")

@@ -24,6 +24,7 @@ from encore.capture.call_trace import NotRepeatableError
 from encore.capture.repeats import Repeats, trace_repeats
 from encore.capture.session import CapturedGraph, PlainGraph, Session
 from encore.cost import time_kernels
+from encore.errors import PlanError
 from encore.graph import Graph, UnsupportedGraphError, build_graph, verify_graph
 from encore.lower import FusedPlan, Lowered, fuse_plan, kernel_store, kernels_of, lower
 from encore.options import make_options
@@ -35,12 +36,16 @@ from encore.plan import (
     choose,
     keep_everything,
     keeps_budget,
+    menu,
     step_seconds,
     will_do,
 )
-from encore.rewrite import Judge, rewrite
+from encore.rewrite import Judge, rewrite, split_head
 from encore.schedule import Schedule
 from encore.units import bytes_text
+
+SLICES = (1, 4, 16)
+"""How many parts large heads are taken in, for the planner to choose from."""
 
 log = logging.getLogger("encore")
 if os.environ.get("ENCORE_LOG"):
@@ -133,7 +138,10 @@ class _GraphCompilation:
             unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
             kept = self._rewritten(unplanned)
             planner = self._planner(kept)
-            offers = self._offers(graph, planner)
+            if self.session.options.plan is None:
+                offers = self._offers(planner)
+            else:
+                offers = [self._given(graph, planner, self.session.options.plan.of_graph(len(self.session.graphs)))]
             fused = self._pick(graph, planner, offers)
             self.session.workspaces.save()
             self.session.seconds.save()
@@ -183,7 +191,7 @@ class _GraphCompilation:
         verify_graph(rewritten.graph)
         return keep(rewritten.graph)
 
-    def _planner(self, kept: Plan) -> Planner:
+    def _planner(self, kept: Plan, reference: Planner | None = None) -> Planner:
         session = self.session
         fuse = None
         if session.options.lowering == "fused" and "fuse" not in session.options.skip:
@@ -195,19 +203,38 @@ class _GraphCompilation:
             fuse=fuse,
             exact=session.options.lowering == "eager",
             keep=session.options.keep,
+            reference=reference,
         )
 
-    def _offers(self, captured: Graph, planner: Planner) -> list[Offer]:
-        """The plans to pick from; only the kept one where that will do, only the given one where there is one."""
+    def _in_slices(self, planner: Planner, slices: int) -> Planner | None:
+        """The planner of the same graph with its large heads in slices, where it has some. Sums come out in another
+        order, so the eager lowering does without."""
         options = self.session.options
-        if options.plan is not None:
-            given = options.plan.of_graph(len(self.session.graphs))
-            return [planner.offer(given.dropped(captured, planner.graph))]
+        if slices == 1 or options.lowering == "eager" or "split_head" in options.skip:
+            return planner if slices == 1 else None
+        graph = split_head(planner.graph, slices)
+        if graph is planner.graph:
+            return None
+        verify_graph(graph)
+        outlive = planner.kept.timeline.outputs_outlive
+        kept = keep_everything(graph, self.session.workspaces, outputs_outlive=outlive)
+        return self._planner(dataclasses.replace(kept, slices=slices), reference=planner)
+
+    def _offers(self, planner: Planner) -> list[Offer]:
+        """The plans to pick from; only the kept one where that will do."""
+        options, earlier = self.session.options, self.session.plans_of_step_so_far()
         as_it_is = planner.as_it_is()
-        earlier = self.session.plans_of_step_so_far()
         if self.session.workspaces.run and will_do(as_it_is, options, earlier=earlier):
             return [as_it_is]
-        return planner.offers()
+        forms = [self._in_slices(planner, slices) for slices in SLICES]
+        return menu([form for form in forms if form is not None])
+
+    def _given(self, captured: Graph, planner: Planner, plan: GraphPlan) -> Offer:
+        """A plan that was made before, or by another rank."""
+        form = self._in_slices(planner, plan.slices)
+        if form is None:
+            raise PlanError(f"the plan takes heads in {plan.slices} slices, and this graph has none; plan anew")
+        return form.offer(plan.dropped(captured, form.graph))
 
     def _pick(self, captured: Graph, planner: Planner, offers: list[Offer]) -> FusedPlan:
         """The plan that is asked for, with its kernels. One that needs more than was predicted once its kernels are
@@ -234,7 +261,7 @@ class _GraphCompilation:
         question = f"encore plan {mine.fingerprint} {dataclasses.replace(self.session.options, plan=None)}"
         told = torch_private.told_first(question, mine.to_json())
         agreed = GraphPlan.from_json(told)
-        return offer if agreed == mine else planner.offer(agreed.dropped(captured, planner.graph))
+        return offer if agreed == mine else self._given(captured, planner, agreed)
 
     def _fused(self, plan: Plan, *, compile_kernels: bool) -> FusedPlan:
         return fuse_plan(plan, self.session.workspaces, kernel_store(), compile_kernels=compile_kernels)

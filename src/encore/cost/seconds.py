@@ -30,6 +30,9 @@ from encore.schedule import Fused
 
 log = logging.getLogger("encore")
 
+WORTH_TIMING = 32 * 1024
+"""Bytes below which an operator costs little more than its call, which is known."""
+
 
 class Seconds:
     """Answers for the operators and kernels of graphs. `run=False` never runs anything."""
@@ -120,7 +123,8 @@ def may_run(graph: Graph, op: Op) -> bool:
         return False
     if any(isinstance(argument, torch.Generator) for argument in (*op.args, *op.kwargs.values())):
         return False  # the user's own
-    return has_room(_footprint(graph, op), cuda=on_cuda(graph, op))
+    size = _footprint(graph, op)
+    return size >= WORTH_TIMING and has_room(size, cuda=on_cuda(graph, op))
 
 
 def op_seconds(graph: Graph, op: Op, over: int | None = None) -> float:

@@ -30,7 +30,7 @@ RUNS = 15
 MOST_SECONDS = 0.03
 """Spent on one call; fewer runs are made to keep to it, as long as there are a few."""
 FEW = 3
-PATIENCE = 0.12
+PATIENCE = 0.06
 """Spent on one call where runs are disturbed."""
 LONG_SECONDS = 0.05
 """Calls that take longer are run twice, and the better one counts: the first also made what PyTorch keeps."""

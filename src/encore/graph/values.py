@@ -140,6 +140,16 @@ def span_bytes(value: Value) -> int:
     return elements * value.dtype.itemsize
 
 
+def is_contiguous(value: Value) -> bool:
+    """Do its elements lie one after the other, the last dimension fastest?"""
+    step = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
 def refs(argument: Any) -> Iterator[int]:
     """Every value that an argument mentions."""
     if isinstance(argument, Ref):

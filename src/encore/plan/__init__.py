@@ -8,7 +8,7 @@ from encore.plan.budget import choose, keeps_budget, stack_plans, will_do
 from encore.plan.decisions import Decision, Keep, Recompute
 from encore.plan.offer import Offer
 from encore.plan.plan import Plan, keep_everything
-from encore.plan.planner import Planner, step_seconds
+from encore.plan.planner import Planner, menu, step_seconds
 from encore.plan.saved import GraphPlan, SavedPlan
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "choose",
     "keep_everything",
     "keeps_budget",
+    "menu",
     "stack_plans",
     "step_seconds",
     "will_do",

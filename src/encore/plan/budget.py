@@ -13,7 +13,7 @@ from encore.schedule import Stack, alive_at_worst, stack
 from encore.units import bytes_text
 
 LISTED_PINS = 5
-NEAR = 1.2
+NEAR = 1.08
 """How far an offer's peak may be from that of its plan."""
 LOOKED_AT = 4
 

@@ -23,6 +23,8 @@ class Plan:
     """Predicted extra time over keeping everything, as a fraction."""
     seconds: float = 0.0
     """Predicted time of the step; 0 where nobody asked for the cost of anything."""
+    slices: int = 1
+    """Parts that large heads are taken in, so that only a slice of their scores is there at once."""
     dropped: frozenset[int] = frozenset()
     """Values that forward lets go and backward makes again."""
 

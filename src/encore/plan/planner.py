@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from encore.graph import Graph
 from encore.plan.decisions import Decision, Keep, Recompute
@@ -18,7 +18,7 @@ from encore.schedule import Fused, Run, Schedule, schedule_step, simulate
 from encore.schedule.recompute import recompute
 from encore.schedule.simulate import Workspace
 
-LEAST_GAIN = 0.01
+LEAST_GAIN = 0.02
 """A slower plan must take at least this share off the peak to be worth offering."""
 
 
@@ -34,6 +34,7 @@ class Planner:
         fuse: Fuse | None = None,
         exact: bool = True,
         keep: Collection[str] = (),
+        reference: Planner | None = None,
     ) -> None:
         self.kept = kept
         self.workspace = workspace
@@ -43,6 +44,8 @@ class Planner:
         self.runs = kept if fuse is None else fuse(kept)
         """The kept plan as it would run."""
         self.frozen = _matching(self.graph, keep)
+        self.reference = reference or self
+        """The planner of the graph as it is, where this one's has been rewritten to hold less."""
 
     @functools.cached_property
     def kept_seconds(self) -> float:
@@ -59,18 +62,19 @@ class Planner:
         )
         starts = [strategy(self.graph) for strategy in STRATEGIES.values()]
         found = Search(sketch).run(starts)
-        offers = [self.as_it_is()]
-        for outline in found:
-            if outline.dropped and outline.peak <= (1 - LEAST_GAIN) * offers[-1].step_peak:
-                offers.append(self._offer(outline))
-        return offers
+        return [self.as_it_is(), *(self._offer(outline) for outline in found if outline.dropped)]
 
     def as_it_is(self) -> Offer:
         """Keeping everything."""
-        return Offer(self.runs.timeline.step_peak, 0.0, lambda: self.kept, self.fuse or (lambda plan: plan))
+        if self.reference is self:
+            return Offer(self.runs.timeline.step_peak, 0.0, lambda: self.kept, self.fuse or (lambda plan: plan))
+        return self.offer(frozenset(), self.runs.timeline.step_peak, self._overhead(self.kept_seconds))
 
     def _offer(self, outline: Outline) -> Offer:
-        return self.offer(outline.again, outline.peak, outline.seconds / self.kept_seconds)
+        return self.offer(outline.again, outline.peak, self._overhead(self.kept_seconds + outline.seconds))
+
+    def _overhead(self, seconds: float) -> float:
+        return max(0.0, seconds / self.reference.kept_seconds - 1)
 
     def offer(self, dropped: frozenset[int], step_peak: int = 0, overhead: float = 0.0) -> Offer:
         """The plan that recomputes these values."""
@@ -88,6 +92,7 @@ class Planner:
             schedule=schedule,
             timeline=simulate(schedule, self.workspace, outputs_outlive=self.kept.timeline.outputs_outlive),
             dropped=dropped,
+            slices=self.kept.slices,
         )
         return plan if self.fuse is not None else self._timed(plan)
 
@@ -96,7 +101,7 @@ class Planner:
 
     def _timed(self, plan: Plan) -> Plan:
         seconds = step_seconds(plan.schedule, self.seconds)
-        return dataclasses.replace(plan, seconds=seconds, overhead=max(0.0, seconds / self.kept_seconds - 1))
+        return dataclasses.replace(plan, seconds=seconds, overhead=self._overhead(seconds))
 
     def _decisions(self, schedule: Schedule, dropped: frozenset[int]) -> Mapping[int, Decision]:
         before = self.kept.decisions
@@ -112,6 +117,17 @@ class Planner:
             else:
                 decisions[value] = Keep("kept instead of what is computed again from it")
         return decisions
+
+
+def menu(planners: Sequence[Planner]) -> list[Offer]:
+    """The offers of several forms of one graph, the form as it is first: each slower, and worth it by what it takes
+    off the peak."""
+    offers = [planners[0].as_it_is()]
+    found = [offer for planner in planners for offer in planner.offers()[planner is planners[0] :]]
+    for offer in sorted(found, key=lambda offer: (offer.overhead, offer.step_peak)):
+        if offer.step_peak <= (1 - LEAST_GAIN) * offers[-1].step_peak:
+            offers.append(offer)
+    return offers
 
 
 def step_seconds(schedule: Schedule, seconds: Seconds) -> float:

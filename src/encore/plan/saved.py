@@ -31,11 +31,13 @@ class GraphPlan:
     """The captured graph, a line an operator: what a plan is checked against."""
     recompute: tuple[str, ...]
     """Values that backward makes again, by name."""
+    slices: int = 1
+    """Parts that large heads are taken in."""
 
     @classmethod
     def of(cls, captured: Graph, plan: Plan) -> GraphPlan:
         names = plan.schedule.graph.values
-        return cls(describe(captured), tuple(names[value].name for value in sorted(plan.dropped)))
+        return cls(describe(captured), tuple(names[value].name for value in sorted(plan.dropped)), plan.slices)
 
     @property
     def fingerprint(self) -> str:
@@ -48,7 +50,7 @@ class GraphPlan:
     @classmethod
     def from_json(cls, text: str) -> GraphPlan:
         told = json.loads(text)
-        return cls(tuple(told["operators"]), tuple(told["recompute"]))
+        return cls(tuple(told["operators"]), tuple(told["recompute"]), int(told["slices"]))
 
     def dropped(self, captured: Graph, rewritten: Graph) -> frozenset[int]:
         """The values of a graph that this plan recomputes; raises `PlanError` if it was made for another graph.
@@ -99,12 +101,9 @@ class SavedPlan:
                 f"{where} holds a plan of layout {told['encore_plan']}, this Encore reads layout {VERSION}; plan anew"
             )
         try:
-            graphs = tuple(
-                GraphPlan(tuple(map(str, graph["operators"])), tuple(map(str, graph["recompute"])))
-                for graph in told["graphs"]
-            )
+            graphs = tuple(GraphPlan.from_json(json.dumps(graph)) for graph in told["graphs"])
             return cls(str(told["lowering"]), graphs)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"{where} holds a damaged plan ({error!r} is missing or misplaced); plan anew") from error
 
 

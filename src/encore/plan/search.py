@@ -1,10 +1,10 @@
 """From one step to all its plans: the Pareto set of peak against time, found by going downhill from several starts.
 
-Each move drops one role (or every second value of it, or a role with the heavy values that only it would keep alive) and is judged
-by what it takes off the peak where the peak now is, per second it costs. The best move by that account is tried in
-outline; it stays if the peak falls. Starts are the kept step and what the strategies propose: from a step cut into
-blocks the search reaches peaks that no sequence of single drops leads to. Afterwards each plan is relieved of drops
-that its peak does not need. The budget only picks from the set, so a larger one never gets a slower plan.
+Each move drops one role (or every second value of it, or a role with the heavy values that only it would keep alive)
+and is judged by what it takes off the peak where the peak now is, per second it costs. The best move by that account is
+tried in outline; it stays if the peak falls. Starts are the kept step and what the strategies propose: from a step cut
+into blocks the search reaches peaks that no sequence of single drops leads to. Afterwards each plan is relieved of
+drops that its peak does not need. The budget only picks from the set, so a larger one never gets a slower plan.
 
 Nothing here depends on the clock: the same graph and the same costs give the same plans.
 """

@@ -8,5 +8,6 @@ raise it is not applied.
 
 from encore.rewrite.judge import ConvolutionShape, Judge
 from encore.rewrite.passes import PASSES, Rewritten, rewrite
+from encore.rewrite.split_head import split_head
 
-__all__ = ["PASSES", "ConvolutionShape", "Judge", "Rewritten", "rewrite"]
+__all__ = ["PASSES", "ConvolutionShape", "Judge", "Rewritten", "rewrite", "split_head"]

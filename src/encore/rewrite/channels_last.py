@@ -16,10 +16,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from encore.graph import Graph, Op, OpClass, Value
-from encore.graph.values import Ref, map_refs
+from encore.graph.values import Ref, is_contiguous, map_refs
 from encore.rewrite.edit import Editor
 from encore.rewrite.judge import ConvolutionShape, Judge
-from encore.rewrite.matmuls import device_of, is_contiguous
+from encore.rewrite.matmuls import device_of
 
 aten = torch.ops.aten
 MAPS = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}
@@ -91,14 +91,14 @@ class _Spreading:
             raise _StandsAgainstError
         try:
             return run()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             if op.kind is not OpClass.VIEW:
                 raise _StandsAgainstError from error
         for value in op.reads:
             self._lay_out(op, value, torch.contiguous_format)
         try:
             return run()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise _StandsAgainstError from error
 
     def _changed(self, value: int) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from encore.graph import Graph, Op
-from encore.graph.values import Ref
+from encore.graph.values import Ref, is_contiguous
 from encore.rewrite.edit import Editor
-from encore.rewrite.matmuls import exported, has_memory_to_itself, is_contiguous
+from encore.rewrite.matmuls import exported, has_memory_to_itself
 
 aten = torch.ops.aten
 WITH_ADDITION = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from encore.graph import Graph
-from encore.graph.values import Ref
+from encore.graph.values import Ref, is_contiguous
 from encore.rewrite.edit import Editor
 from encore.rewrite.judge import Judge
-from encore.rewrite.matmuls import Product, depends_on, device_of, exported, is_contiguous, products
+from encore.rewrite.matmuls import Product, depends_on, device_of, exported, products
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from encore.graph import Graph, Op, Value
+from encore.graph import Graph, Op
 from encore.graph.values import Ref
 
 aten = torch.ops.aten
@@ -42,15 +42,6 @@ def products(graph: Graph) -> Iterator[Product]:
 def exported(graph: Graph) -> set[int]:
     """Values that leave the graph."""
     return {value for value in (*graph.outputs, *graph.gradients) if value is not None}
-
-
-def is_contiguous(value: Value) -> bool:
-    step = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.stride), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
 
 
 def device_of(graph: Graph, value: int) -> str:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 
 from encore.graph import Graph, Op, Value
-from encore.graph.values import Ref
+from encore.graph.values import Ref, is_contiguous
 from encore.rewrite.channels_last import channels_last_strides, has_channels_last
 from encore.rewrite.edit import Editor
-from encore.rewrite.matmuls import device_of, is_contiguous
+from encore.rewrite.matmuls import device_of
 
 aten = torch.ops.aten
 INPUT, WEIGHT, MASK = 1, 2, 10

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from encore.graph import Graph
-from encore.graph.values import Ref
+from encore.graph.values import Ref, is_contiguous
 from encore.rewrite.edit import Editor
 from encore.rewrite.judge import Judge
-from encore.rewrite.matmuls import Product, device_of, is_contiguous, products
+from encore.rewrite.matmuls import Product, device_of, products
 
 aten = torch.ops.aten
 FEWEST_USES = 4

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_fusible
+from encore.graph.values import is_contiguous
 from encore.schedule.actions import Action, Fused, Run, Schedule
 from encore.schedule.kernel import Group, is_describable
 from encore.schedule.order import free_at_last_use
@@ -116,6 +117,7 @@ class _Grouping:
         for op in ops:
             for value in op.reads:
                 self.readers.setdefault(value, []).append(op.id)
+        self.untold = _untold_layouts(graph)
         self.out: list[Item] = []
 
     def items(self) -> list[Item]:
@@ -140,7 +142,11 @@ class _Grouping:
             return False
         values = [self.graph.values[value] for value in (*op.reads, *op.writes) if value is not None]
         plain = all(
-            value.storage is not None and value.dtype is not None and not value.dtype.is_complex for value in values
+            value.storage is not None
+            and value.storage not in self.untold
+            and value.dtype is not None
+            and not value.dtype.is_complex
+            for value in values
         )
         declined = DECLINED.get(op.target.overloadpacket.__name__)
         if declined is not None and declined(self.graph, op):
@@ -222,6 +228,18 @@ class _Grouping:
                 )
             ),
         )
+
+
+def _untold_layouts(graph: Graph) -> set[int | None]:
+    """Storages whose layout is not known for sure: a draw's, or an unknown operator's, that are not simply contiguous.
+    Fake kernels of such operators are known to tell other strides than the real ones give."""
+    return {
+        graph.values[value].storage
+        for op in graph.ops
+        if op.kind in (OpClass.RANDOM, OpClass.OPAQUE)
+        for value in op.writes
+        if value is not None and not is_contiguous(graph.values[value])
+    }
 
 
 def _connected(run: Sequence[Op]) -> list[list[Op]]:

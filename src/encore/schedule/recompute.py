@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from encore.graph import Graph, Op, OpClass, Storage, Value
-from encore.graph.ops import classify, is_fusible
+from encore.graph.ops import DRAWS_BY_SHAPE, classify, is_fusible
 from encore.graph.random_ops import DrawAgain, DrawState
 from encore.graph.values import Ref, block_bytes, map_refs, refs
 from encore.schedule.order import order_backward
@@ -57,8 +57,10 @@ def recomputable(graph: Graph) -> frozenset[int]:
 def _can_run_again(graph: Graph, op: Op, changing: set[int]) -> bool:
     if not isinstance(op.target, torch._ops.OpOverload):
         return False
-    if op.kind is OpClass.RANDOM and _device(graph, op).partition(":")[0] not in STATE_BYTES:
-        return False
+    if op.kind is OpClass.RANDOM:
+        known = _device(graph, op).partition(":")[0] in STATE_BYTES
+        if not known or op.target.overloadpacket.__name__ not in DRAWS_BY_SHAPE:
+            return False
     if op.kind not in RUN_AGAIN:
         return False
     statistics = op.args[3:5] if _is_training_batch_norm(op) else ()

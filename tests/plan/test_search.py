@@ -1,0 +1,144 @@
+"""The search against every choice there is on small graphs, and on a deep network budget by budget."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import encore
+from captured import captured
+from encore.graph import Graph, Op, OpClass
+from encore.plan.plan import Plan, keep_everything
+from encore.plan.planner import Planner
+from encore.plan.search import Search
+from encore.plan.sketch import Outline, Sketch
+from encore.plan.strategies import STRATEGIES
+from encore.schedule import Fused
+from tiny_steps import tiny_step
+
+MOST_CHOICES = 11
+
+
+class ByBytes:
+    """Costs that depend on nothing but the graph: a heavy operator costs ten times what it moves."""
+
+    def __call__(self, graph: Graph, op: Op | Fused, over: int | None = None) -> float:
+        assert isinstance(op, Op)
+        moved = sum(graph.values[value].bytes for value in {*op.reads, *op.writes} if value is not None)
+        return 1e-9 * moved * (10 if op.kind is OpClass.HEAVY else 0 if op.kind is OpClass.VIEW else 1)
+
+    def inside(self, graph: Graph, op: Op) -> float:
+        return self(graph, op)
+
+
+def no_workspace(graph: Graph, op: Op | Fused) -> int:
+    return 0
+
+
+def random_step(seed: int) -> Callable[..., torch.Tensor]:
+    """A few layers, drawn: products, cheap functions, residual branches."""
+    draw = random.Random(seed)
+    kinds = [draw.choice(["mm", "tanh", "sigmoid", "residual", "scale", "gelu"]) for _ in range(draw.randint(3, 6))]
+
+    def step(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        for kind, weight in zip(kinds, weights, strict=False):
+            if kind == "mm":
+                x = x @ weight
+            elif kind == "residual":
+                x = x + torch.tanh(x @ weight)
+            elif kind == "scale":
+                x = x * torch.exp(x)
+            else:
+                x = getattr(torch, kind)(x) if kind != "gelu" else nn.functional.gelu(x)
+        return x.square().sum()
+
+    return step
+
+
+def kept_step(seed: int) -> Plan:
+    torch._dynamo.reset()
+    x = torch.randn(256, 16)
+    weights = [torch.randn(16, 16, requires_grad=True) for _ in range(6)]
+    return keep_everything(captured(random_step(seed), x, *weights).unplanned.schedule.graph, no_workspace)
+
+
+def sketched(kept: Plan) -> Sketch:
+    return Sketch(kept.schedule, kept.timeline, ByBytes(), fused=False)
+
+
+def every_choice(sketch: Sketch) -> list[Outline]:
+    values = sorted(sketch.droppable - sketch.melting)
+    chosen = itertools.chain.from_iterable(itertools.combinations(values, size) for size in range(len(values) + 1))
+    return [sketch.outline(choice) for choice in chosen]
+
+
+def test_on_small_graphs_plans_are_as_fast_as_the_fastest_of_all_choices() -> None:
+    looked_at, good = 0, 0
+    for seed in range(40):
+        kept = kept_step(seed)
+        sketch = sketched(kept)
+        if not 2 <= len(sketch.droppable - sketch.melting) <= MOST_CHOICES:
+            continue
+        planner = Planner(kept, no_workspace, ByBytes())
+        choices = every_choice(sketch)
+        found = Search(sketch).run([strategy(sketch.graph) for strategy in STRATEGIES.values()])
+        floor, most = min(choice.peak for choice in choices), kept.timeline.step_peak
+        for budget in {floor, (2 * floor + most) // 3, (floor + 2 * most) // 3}:
+            looked_at += 1
+            best = min(choice.seconds for choice in choices if choice.peak <= budget)
+            mine = min((one.seconds for one in found if one.peak <= budget), default=float("inf"))
+            good += planner.kept_seconds + mine <= 1.05 * (planner.kept_seconds + best)
+    assert looked_at >= 30
+    assert good >= 0.9 * looked_at
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_outline_is_what_the_built_plan_holds(seed: int) -> None:
+    kept = kept_step(seed)
+    planner = Planner(kept, no_workspace, ByBytes())
+    for offer in planner.offers():
+        assert offer.plan.timeline.step_peak == pytest.approx(offer.step_peak, rel=0.15)
+
+
+def test_the_kept_step_in_outline_is_the_kept_step() -> None:
+    for name in ("lm", "transformer", "resnet"):
+        plan = tiny_step(name, "eager").plan
+        sketch = Sketch(plan.schedule, plan.timeline, ByBytes(), fused=False)
+        assert sketch.outline(()).peak == plan.timeline.step_peak
+        assert sketch.outline(()).seconds == 0
+
+
+class Deep(nn.Module):
+    """Sixteen pre-norm layers, as in a sweep in which PyTorch's own partitioner went up where it should go down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(16)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_a_sweep_over_budgets_of_a_deep_network_is_monotone() -> None:
+    estimate = encore.estimate(Deep(), torch.randn(256, 16))
+    totals, overheads = zip(*estimate.pareto, strict=True)
+    assert list(totals) == sorted(totals, reverse=True)
+    assert list(overheads) == sorted(overheads)
+    assert len(totals) >= 5
+    unplanned = estimate.resident + estimate.unplanned.step_peak
+    assert totals[-1] < 0.5 * unplanned
+    peaks = []
+    for share in (0.45, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
+        planned = estimate.plan(int(share * unplanned))
+        assert planned.resident + planned.planned.step_peak <= share * unplanned
+        peaks.append((planned.planned.step_peak, -planned.planned.overhead))
+    assert peaks == sorted(peaks)
