@@ -234,7 +234,7 @@ class _GraphCompilation:
         form = self._in_slices(planner, plan.slices)
         if form is None:
             raise PlanError(f"the plan takes heads in {plan.slices} slices, and this graph has none; plan anew")
-        return form.offer(plan.dropped(captured, form.graph))
+        return form.given(plan.dropped(captured, form.graph))
 
     def _pick(self, captured: Graph, planner: Planner, offers: list[Offer]) -> FusedPlan:
         """The plan that is asked for, with its kernels. One that needs more than was predicted once its kernels are

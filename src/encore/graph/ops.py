@@ -106,8 +106,8 @@ DRAWS_BY_SHAPE = frozenset({
     "dropout_noise", "bernoulli_noise", "native_dropout", "rand", "rand_like", "randn", "randn_like", "randint",
     "randint_like", "randperm",
 })  # fmt: skip
-"""Draws whose numbers depend on nothing but the generator and a shape. Others (a Poisson draw around a tensor) would come
-out differently if an operand did in its last bit, so they are not repeated."""
+"""Draws whose numbers depend on nothing but the generator and a shape. Others (a Poisson draw around a tensor) would
+come out differently if an operand did in its last bit, so they are not repeated."""
 
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem"})
 

@@ -68,10 +68,8 @@ def choose(offers: Sequence[Offer], options: Options, *, earlier: Sequence[Plan]
 def _smallest_within(offers: Sequence[Offer], overhead: float) -> Offer:
     """The smallest peak that costs at most this much extra time."""
     allowed = [offer for offer in offers if offer.overhead <= overhead]
-    for offer in sorted(allowed, key=lambda offer: (offer.step_peak, offer.overhead)):
-        if offer.plan.overhead <= overhead and offer.plan.timeline.step_peak <= offers[0].plan.timeline.step_peak:
-            return offer
-    return offers[0]
+    smallest = sorted(allowed, key=lambda offer: (offer.step_peak, offer.overhead))[:LOOKED_AT]
+    return min([*smallest, offers[0]], key=lambda offer: (offer.plan.timeline.step_peak, offer.overhead))
 
 
 def _lowest(offers: Sequence[Offer]) -> list[Offer]:

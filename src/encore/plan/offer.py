@@ -13,7 +13,8 @@ Fuse = Callable[[Plan], Plan]
 
 @dataclasses.dataclass(eq=False)
 class Offer:
-    """A plan that could be had. `step_peak` and `overhead` are close; `plan` is exact, and made when asked for."""
+    """A plan that could be had. `step_peak` is close; that of `plan`, which is made when asked for, is exact. The
+    overhead is the one by which plans are compared, so a plan has that of its offer."""
 
     step_peak: int
     overhead: float
@@ -28,7 +29,7 @@ class Offer:
     @functools.cached_property
     def plan(self) -> Plan:
         """The plan as it will run."""
-        return self.fuse(self.separate)
+        return dataclasses.replace(self.fuse(self.separate), overhead=self.overhead)
 
     @classmethod
     def of(cls, plan: Plan) -> Offer:

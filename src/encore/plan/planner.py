@@ -76,7 +76,12 @@ class Planner:
     def _overhead(self, seconds: float) -> float:
         return max(0.0, seconds / self.reference.kept_seconds - 1)
 
-    def offer(self, dropped: frozenset[int], step_peak: int = 0, overhead: float = 0.0) -> Offer:
+    def given(self, dropped: frozenset[int]) -> Offer:
+        """A plan that somebody else has made."""
+        plan = self._fuse_and_time(self.plan(dropped))
+        return self.offer(dropped, plan.timeline.step_peak, self._overhead(plan.seconds or self.kept_seconds))
+
+    def offer(self, dropped: frozenset[int], step_peak: int, overhead: float) -> Offer:
         """The plan that recomputes these values."""
         return Offer(step_peak, overhead, build=lambda: self.plan(dropped), fuse=self._fuse_and_time)
 
@@ -100,8 +105,7 @@ class Planner:
         return plan if self.fuse is None else self._timed(self.fuse(plan))
 
     def _timed(self, plan: Plan) -> Plan:
-        seconds = step_seconds(plan.schedule, self.seconds)
-        return dataclasses.replace(plan, seconds=seconds, overhead=self._overhead(seconds))
+        return dataclasses.replace(plan, seconds=step_seconds(plan.schedule, self.seconds))
 
     def _decisions(self, schedule: Schedule, dropped: frozenset[int]) -> Mapping[int, Decision]:
         before = self.kept.decisions
