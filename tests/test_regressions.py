@@ -172,7 +172,7 @@ def test_two_batch_sizes_through_torch_compile_are_two_steps(lowering: str) -> N
     assert len(encore.report(compiled).graphs) == 1
 
 
-def test_checkpoints_are_left_to_pytorch_with_a_warning(lowering: str) -> None:
+def test_checkpoints_in_a_model_are_obeyed(lowering: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -186,13 +186,13 @@ def test_checkpoints_are_left_to_pytorch_with_a_warning(lowering: str) -> None:
             return x
 
     model, x = encore.compile(Model(), lowering=lowering), torch.randn(64, 32)
-    with pytest.warns(UserWarning, match=r"torch\.utils\.checkpoint"):
-        model(x).sum().backward()
+    model(x).sum().backward()
+    assert "recompute" in {row.action for row in encore.report(model).decisions}
     model.zero_grad()
     planned = encore.measure(lambda: model(x).sum().backward()).step_peak
     model.zero_grad()
     plain = encore.measure(lambda: model._call_impl(x).sum().backward()).step_peak
-    assert planned <= 1.5 * plain
+    assert planned <= plain
 
 
 def test_a_method_can_be_compiled(lowering: str) -> None:

@@ -42,6 +42,7 @@ from encore.plan import (
 )
 from encore.rewrite import Judge, rewrite, split_head
 from encore.schedule import Schedule
+from encore.schedule.recompute import made_by, recomputable
 from encore.units import bytes_text
 
 SLICES = (1, 4, 16)
@@ -120,7 +121,6 @@ class _GraphCompilation:
             joint = self.repeats.joint(joint)
         self._lap("capture" if self.repeats is None else "capture of repeats")
         try:
-            torch_private.refuse_checkpointed(joint)
             graph = build_graph(
                 joint,
                 primals=torch_private.primals(joint, self.module, self.inputs),
@@ -138,10 +138,14 @@ class _GraphCompilation:
             unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
             kept = self._rewritten(unplanned)
             planner = self._planner(kept)
-            if self.session.options.plan is None:
-                offers = self._offers(planner)
+            options = self.session.options
+            by_hand = torch_private.checkpointed(joint)
+            if options.plan is not None:
+                offers = [self._given(graph, planner, options.plan.of_graph(len(self.session.graphs)))]
+            elif by_hand and options.budget is None and options.overhead is None:
+                offers = [planner.given(made_by(planner.graph, by_hand) & recomputable(planner.graph))]
             else:
-                offers = [self._given(graph, planner, self.session.options.plan.of_graph(len(self.session.graphs)))]
+                offers = self._offers(planner)
             fused = self._pick(graph, planner, offers)
             self.session.workspaces.save()
             self.session.seconds.save()

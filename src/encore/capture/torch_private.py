@@ -42,7 +42,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
-from encore.graph import Primal, Role, UnsupportedGraphError
+from encore.graph import OpClass, Primal, Role, classify
 from encore.graph.random_ops import traced_dropout, traced_dropout_
 from encore.graph.values import Value
 from encore.schedule import Schedule
@@ -230,12 +230,19 @@ def plain_partition(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphMo
     return min_cut_rematerialization_partition(joint, (), num_fwd_outputs=num_outputs)
 
 
-def refuse_checkpointed(joint: fx.GraphModule) -> None:
-    """Recomputing is not planned yet: rather than keep what the user asked to drop, leave such a graph to PyTorch."""
-    if any(node.meta.get("recompute") in RECOMPUTED for node in joint.graph.nodes):
-        raise UnsupportedGraphError(
-            "it uses torch.utils.checkpoint, which Encore does not plan; remove the checkpoints to have it planned"
-        )
+def checkpointed(joint: fx.GraphModule) -> set[str]:
+    """Operators, by name, that the user has asked to run again by `torch.utils.checkpoint`: those of each checkpointed
+    region but for what the next region reads."""
+    marked = [node for node in joint.graph.nodes if node.meta.get("recompute") in RECOMPUTED]
+    kept: set[fx.Node] = set()
+    for node in marked:
+        region = node.meta.get("ac_graph_id", 0)
+        if any(user.meta.get("ac_graph_id", region) > region for user in node.users):
+            kept.add(node)
+            while classify(node.target) is OpClass.VIEW and isinstance(node.args[0], fx.Node):
+                node = node.args[0]
+                kept.add(node)
+    return {node.name for node in marked if node not in kept}
 
 
 def plain_callable(module: fx.GraphModule) -> Callable[..., Any]:

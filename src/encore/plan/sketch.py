@@ -17,7 +17,8 @@ import numpy as np
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_fusible
 from encore.schedule import Fused, Run, Schedule, Timeline
-from encore.schedule.recompute import FROM_STATISTICS, PATIENCE, owners, recomputable
+from encore.schedule.normalised import FROM_STATISTICS
+from encore.schedule.recompute import PATIENCE, owners, recomputable
 
 
 class Seconds(Protocol):

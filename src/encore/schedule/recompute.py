@@ -11,8 +11,9 @@ for the sake of a few microseconds. What a heavy operator made is held until its
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from encore.graph import Graph, Op, OpClass, Storage, Value
 from encore.graph.ops import DRAWS_BY_SHAPE, classify, is_fusible
 from encore.graph.random_ops import DrawAgain, DrawState
 from encore.graph.values import Ref, block_bytes, map_refs, refs
+from encore.schedule.normalised import FROM_STATISTICS, Normalised, is_training_batch_norm
 from encore.schedule.order import order_backward
 
 aten = torch.ops.aten
@@ -54,6 +56,12 @@ def recomputable(graph: Graph) -> frozenset[int]:
     return frozenset(found)
 
 
+def made_by(graph: Graph, names: Collection[str]) -> frozenset[int]:
+    """What the forward operators of these names make."""
+    ops = (op for op in graph.ops if op.forward and op.name in names)
+    return frozenset(value for op in ops for value in op.writes if value is not None)
+
+
 def _can_run_again(graph: Graph, op: Op, changing: set[int]) -> bool:
     if not isinstance(op.target, torch._ops.OpOverload):
         return False
@@ -63,7 +71,7 @@ def _can_run_again(graph: Graph, op: Op, changing: set[int]) -> bool:
             return False
     if op.kind not in RUN_AGAIN:
         return False
-    statistics = op.args[3:5] if _is_training_batch_norm(op) else ()
+    statistics = op.args[3:5] if is_training_batch_norm(op) else ()
     unread = {argument.value for argument in statistics if isinstance(argument, Ref)}
     return not any(graph.values[read].storage in changing for read in op.reads if read not in unread)
 
@@ -164,7 +172,7 @@ class _Copier:
         form = self._form(op, wanted)
         return op.reads if form is None else form.reads
 
-    def _form(self, op: Op, wanted: int) -> _Normalised | None:
+    def _form(self, op: Op, wanted: int) -> Normalised | None:
         """How to take a normalisation again from its statistics, if those are kept."""
         if self.exact or op.writes[0] != wanted:
             return None
@@ -182,10 +190,10 @@ class _Copier:
         target, args, kwargs = op.target, _swap(op.args, reads), _swap(op.kwargs, reads)
         if op.kind is OpClass.RANDOM:
             target, args = DrawAgain(op.target, _device(self.graph, op)), (Ref(self._state(op)), *args)
-        elif _is_training_batch_norm(op):  # running statistics are not read in training, and have moved on
+        elif is_training_batch_norm(op):  # running statistics are not read in training, and have moved on
             target, args = aten._native_batch_norm_legit.no_stats, (*args[:3], *args[5:])
         copy = self._emit(op, target, args, kwargs)
-        results = op.writes[:3] if _is_training_batch_norm(op) else op.writes
+        results = op.writes[:3] if is_training_batch_norm(op) else op.writes
         made = {}
         storages: dict[int, int] = {}
         for value in results:
@@ -271,110 +279,41 @@ class _Copier:
 
     # -- normalisations ----------------------------------------------------------------------------------------------
 
-    def _normalise_again(self, op: Op, wanted: int, form: _Normalised) -> int:
+    def _normalise_again(self, op: Op, wanted: int, form: Normalised) -> int:
         """`(x - mean) * scale * weight + bias`, in the shapes that broadcast."""
-        like = self.graph.values[wanted]
-
-        def shaped(value: int, shape: tuple[int, ...]) -> int:
-            current = self._current(value)
-            known = self.values[current]
-            if known.shape == shape:
-                return current
-            view = self._emit(op, aten.view.default, (Ref(current), list(shape)), {})
-            stride = tuple(_strides(shape))
-            view.returns_tuple = False
-            name = self._name(f"{known.name}_wide")
-            made = self._add(dataclasses.replace(known, name=name, shape=shape, stride=stride, role=None))
-            view.writes = (made,)
-            return made
-
-        def arithmetic(target: Any, left: int, right: int, dtype: torch.dtype) -> int:
-            made = self._emit(op, target, (Ref(left), Ref(right)), {})
-            made.returns_tuple = False
-            size = like.bytes // like.dtype.itemsize * dtype.itemsize  # type: ignore[union-attr]
-            device = self.graph.storages[like.storage].device  # type: ignore[index]
-            self.storages.append(Storage(len(self.storages), block_bytes(size, device), device))
-            value = dataclasses.replace(
-                like, name=self._name(like.name), storage=len(self.storages) - 1, bytes=size, dtype=dtype, role=None
-            )
-            made.writes = (self._add(value),)
-            return made.writes[0]  # type: ignore[return-value]
-
-        wide = self.graph.values[form.mean].dtype
-        assert wide is not None
-        result = arithmetic(aten.sub.Tensor, self._current(form.source), shaped(form.mean, form.statistics), wide)
-        result = arithmetic(aten.mul.Tensor, result, shaped(form.scale, form.statistics), wide)
+        result = self._arithmetic(
+            op, wanted, aten.sub.Tensor, self._current(form.source), self._wide(op, form.mean, form.statistics)
+        )
+        result = self._arithmetic(op, wanted, aten.mul.Tensor, result, self._wide(op, form.scale, form.statistics))
         if form.weight is not None:
-            result = arithmetic(aten.mul.Tensor, result, shaped(form.weight, form.affine), wide)
+            result = self._arithmetic(op, wanted, aten.mul.Tensor, result, self._wide(op, form.weight, form.affine))
         if form.bias is not None:
-            result = arithmetic(aten.add.Tensor, result, shaped(form.bias, form.affine), wide)
+            result = self._arithmetic(op, wanted, aten.add.Tensor, result, self._wide(op, form.bias, form.affine))
         return result
 
+    def _wide(self, op: Op, value: int, shape: tuple[int, ...]) -> int:
+        """A contiguous vector in a shape that broadcasts."""
+        current = self._current(value)
+        known = self.values[current]
+        if known.shape == shape:
+            return current
+        view = self._emit(op, aten.view.default, (Ref(current), list(shape)), {})
+        view.returns_tuple = False
+        name, stride = self._name(f"{known.name}_wide"), _strides(shape)
+        made = self._add(dataclasses.replace(known, name=name, shape=shape, stride=stride, role=None))
+        view.writes = (made,)
+        return made
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Normalised:
-    """What a normalisation is made of, with the shapes in which statistics and weights broadcast."""
-
-    source: int
-    mean: int
-    scale: int
-    weight: int | None
-    bias: int | None
-    statistics: tuple[int, ...]
-    affine: tuple[int, ...]
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return tuple(
-            value for value in (self.source, self.mean, self.scale, self.weight, self.bias) if value is not None
-        )
-
-
-def _batch_norm(graph: Graph, op: Op) -> _Normalised | None:
-    if not _is_training_batch_norm(op) or not _one_type(graph, op):
-        return None
-    source, weight, bias = (argument.value if isinstance(argument, Ref) else None for argument in op.args[:3])
-    assert source is not None
-    rank = len(graph.values[source].shape)
-    wide = (1, graph.values[source].shape[1], *([1] * (rank - 2)))
-    mean, scale = op.writes[1:3]
-    if mean is None or scale is None:
-        return None
-    return _Normalised(source, mean, scale, weight, bias, wide, wide)
-
-
-def _layer_norm(graph: Graph, op: Op) -> _Normalised | None:
-    if not _one_type(graph, op):
-        return None
-    source, shape, weight, bias = op.args[:4]
-    mean, scale = op.writes[1:3]
-    if mean is None or scale is None:
-        return None
-    return _Normalised(
-        source.value,
-        mean,
-        scale,
-        weight.value if isinstance(weight, Ref) else None,
-        bias.value if isinstance(bias, Ref) else None,
-        graph.values[mean].shape,
-        tuple(shape),
-    )
-
-
-FROM_STATISTICS: dict[Any, Callable[[Graph, Op], _Normalised | None]] = {
-    aten._native_batch_norm_legit_functional.default: _batch_norm,
-    aten.native_layer_norm.default: _layer_norm,
-}
-BATCH_NORM_TRAINS = 5
-
-
-def _is_training_batch_norm(op: Op) -> bool:
-    return op.target is aten._native_batch_norm_legit_functional.default and bool(op.args[BATCH_NORM_TRAINS])
-
-
-def _one_type(graph: Graph, op: Op) -> bool:
-    """Half precision keeps its statistics in another type: left to PyTorch's own operator."""
-    return len({graph.values[value].dtype for value in (*op.reads, *op.writes[:3]) if value is not None}) == 1
+    def _arithmetic(self, op: Op, wanted: int, target: Any, left: int, right: int) -> int:
+        """One step towards a value: of its shape and layout, in memory of its own."""
+        step = self._emit(op, target, (Ref(left), Ref(right)), {})
+        step.returns_tuple = False
+        like = self.graph.values[wanted]
+        assert like.storage is not None
+        storage = self._new_storage(self.graph.storages[like.storage])
+        made = self._add(dataclasses.replace(like, name=self._name(like.name), storage=storage, role=None))
+        step.writes = (made,)
+        return made
 
 
 def owners(graph: Graph, *, forward_only: bool) -> dict[int, int]:
@@ -409,9 +348,6 @@ def _device(graph: Graph, op: Op) -> str:
     return graph.storages[storage].device
 
 
-def _strides(shape: Iterable[int]) -> list[int]:
-    strides, step = [], 1
-    for size in reversed(tuple(shape)):
-        strides.append(step)
-        step *= max(size, 1)
-    return strides[::-1]
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[position + 1 :]) for position in range(len(shape)))

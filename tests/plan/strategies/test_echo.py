@@ -11,13 +11,13 @@ from torch import nn
 
 import encore
 from captured import captured_graph, named, operators
+from drawing import Drawing
 from dropped import backward_asks_for, kept_bytes, names, workload_graph
 from encore.graph import Graph, OpClass, verify_graph
 from encore.plan.strategies import Forward, echo, mirror
 from encore.plan.strategies.echo import echo_close, echo_partition, echo_prune, echo_recomputable
 from encore.workloads import build
 from encore.workloads.cell import LSTMCell
-from sketch import Sketch
 
 aten = torch.ops.aten
 H = 8
@@ -164,7 +164,7 @@ def test_all_attention_steps_of_a_translator_make_their_scores_again() -> None:
 
 
 def test_heavy_operators_bound_subgraphs_and_shared_operands_join_them() -> None:
-    sketch = Sketch()
+    sketch = Drawing()
     x = sketch.primal(10)
     shared = sketch.heavy(x, size=100)
     left, right = sketch.cheap(shared, size=100), sketch.cheap(shared, size=100)
@@ -184,7 +184,7 @@ def test_heavy_operators_bound_subgraphs_and_shared_operands_join_them() -> None
 
 def test_a_group_is_weighed_when_its_last_member_arrives() -> None:
     """Each of two readers alone releases nothing; together they release what both read, a step later."""
-    sketch = Sketch()
+    sketch = Drawing()
     x = sketch.primal(10)
     shared, other = sketch.heavy(x, size=100), sketch.heavy(x, size=30)
     early = sketch.cheap(shared, size=60)
@@ -194,7 +194,7 @@ def test_a_group_is_weighed_when_its_last_member_arrives() -> None:
 
 
 def test_what_comes_from_parameters_alone_is_made_again_for_nothing() -> None:
-    sketch = Sketch()
+    sketch = Drawing()
     weight = sketch.primal(100)
     cast = sketch.cheap(weight, size=50)
     sketch.needs(sketch.view(cast))
@@ -203,7 +203,7 @@ def test_what_comes_from_parameters_alone_is_made_again_for_nothing() -> None:
 
 
 def test_behind_a_mask_made_from_inputs_results_are_weighed_as_ever() -> None:
-    sketch = Sketch()
+    sketch = Drawing()
     mask = sketch.cheap(sketch.primal(10), size=10)
     scores = sketch.heavy(sketch.primal(1), size=100)
     weights = sketch.cheap(sketch.cheap(scores, mask, size=100), size=100)
@@ -212,7 +212,7 @@ def test_behind_a_mask_made_from_inputs_results_are_weighed_as_ever() -> None:
 
 
 def test_a_graph_of_many_thousand_operators_takes_well_below_a_second() -> None:
-    sketch = Sketch()
+    sketch = Drawing()
     weight = sketch.primal(10)
     keys = sketch.heavy(weight, size=1000)
     state = sketch.heavy(weight, size=10)

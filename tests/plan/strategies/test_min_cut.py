@@ -8,12 +8,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawing import Drawing
 from dropped import kept_bytes
 from encore.graph import Graph, verify_graph
 from encore.plan.strategies import STRATEGIES, Forward, echo, min_cut, mirror
 from encore.plan.strategies.max_flow import Network
 from encore.plan.strategies.min_cut import recomputable_values
-from sketch import Sketch
 
 Drawn = tuple[bool, bool, list[int], int, bool]
 """Of an operator: is it cheap, is it read through a view, how far back its operands lie, its bytes, is it needed?"""
@@ -24,7 +24,7 @@ operators = st.tuples(
 
 
 def draw(drawn: list[Drawn]) -> Graph:
-    sketch = Sketch()
+    sketch = Drawing()
     values = [sketch.primal(5)]
     needed = []
     for cheap, viewed, distances, size, is_needed in drawn:
@@ -63,7 +63,7 @@ def test_every_strategy_proposes_only_what_may_be_dropped(drawn: list[Drawn]) ->
 
 
 def test_a_narrow_end_behind_a_wide_middle_is_kept_where_echo_looks_no_further() -> None:
-    sketch = Sketch()
+    sketch = Drawing()
     begin = sketch.heavy(sketch.primal(1), size=100)
     middle = sketch.cheap(begin, size=1000)
     end = sketch.cheap(middle, size=10)
@@ -75,7 +75,7 @@ def test_a_narrow_end_behind_a_wide_middle_is_kept_where_echo_looks_no_further()
 
 
 def test_of_equal_cuts_the_one_closest_to_backward_is_taken() -> None:
-    sketch = Sketch()
+    sketch = Drawing()
     begin = sketch.heavy(sketch.primal(1), size=10)
     middle = sketch.cheap(begin, size=10)
     sketch.needs(sketch.cheap(middle, size=10))

@@ -7,19 +7,19 @@ import torch
 from torch import nn
 
 from captured import captured_graph
+from drawing import Drawing
 from dropped import backward_asks_for, kept_bytes, names, workload_graph
 from encore.graph import Graph
 from encore.plan.strategies import Forward, block_boundaries, blocks, chen
 from encore.plan.strategies.blocks import crossing_bytes, longest_runs
 from encore.plan.strategies.chen import chen_cuts
-from sketch import Sketch
 
 FLOAT = 4
 
 
 def chain(length: int, size: int = 10) -> tuple[Graph, list[int]]:
     """Products one after the other, each needed by backward."""
-    sketch = Sketch()
+    sketch = Drawing()
     weight = sketch.primal(1)
     values = [sketch.heavy(weight, size=size)]
     while len(values) < length:
@@ -47,7 +47,7 @@ def test_a_chain_keeps_the_ends_of_its_segments_and_the_last_segment() -> None:
 
 
 def test_what_a_later_segment_reads_is_kept_and_its_views_are_not_asked() -> None:
-    sketch = Sketch()
+    sketch = Drawing()
     weight = sketch.primal(1)
     early = sketch.heavy(weight, size=10)
     middle = sketch.heavy(early, size=10)
@@ -102,7 +102,7 @@ def test_the_steps_of_a_loop_are_blocks() -> None:
 
 
 def test_a_graph_without_repeats_is_left_alone() -> None:
-    sketch = Sketch()
+    sketch = Drawing()
     value = sketch.primal(1)
     for size in range(10, 20):
         value = sketch.cheap(value, size=size)

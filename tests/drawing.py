@@ -13,7 +13,7 @@ aten = torch.ops.aten
 CHEAP, HEAVY, VIEW, RANDOM = aten.tanh.default, aten.mm.default, aten.t.default, aten.bernoulli.default
 
 
-class Sketch:
+class Drawing:
     """Draw forward operator by operator, then say what backward needs."""
 
     def __init__(self) -> None:
