@@ -40,13 +40,15 @@ from encore.plan import (
     step_seconds,
     will_do,
 )
-from encore.rewrite import Judge, rewrite, split_head
+from encore.rewrite import Judge, find_heads, rewrite, split_head
 from encore.schedule import Schedule
 from encore.schedule.recompute import made_by, recomputable
 from encore.units import bytes_text
 
 SLICES = (1, 4, 16)
 """How many parts large heads are taken in, for the planner to choose from."""
+LARGE_HEAD = 0.03
+"""Share of the peak that the scores of a large head take."""
 
 log = logging.getLogger("encore")
 if os.environ.get("ENCORE_LOG"):
@@ -216,9 +218,11 @@ class _GraphCompilation:
         options = self.session.options
         if slices == 1 or options.lowering == "eager" or "split_head" in options.skip:
             return planner if slices == 1 else None
-        graph = split_head(planner.graph, slices)
-        if graph is planner.graph:
+        heads = find_heads(planner.graph)
+        scores = max((planner.graph.bytes_of(head.product.result) for head in heads), default=0)
+        if scores < LARGE_HEAD * planner.kept.timeline.step_peak:
             return None
+        graph = split_head(planner.graph, slices)
         verify_graph(graph)
         outlive = planner.kept.timeline.outputs_outlive
         kept = keep_everything(graph, self.session.workspaces, outputs_outlive=outlive)

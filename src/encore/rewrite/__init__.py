@@ -6,8 +6,9 @@ fused lowering runs them. Whether a pass pays is measured; what it does to the p
 raise it is not applied.
 """
 
+from encore.rewrite.heads import find_heads
 from encore.rewrite.judge import ConvolutionShape, Judge
 from encore.rewrite.passes import PASSES, Rewritten, rewrite
 from encore.rewrite.split_head import split_head
 
-__all__ = ["PASSES", "ConvolutionShape", "Judge", "Rewritten", "rewrite", "split_head"]
+__all__ = ["PASSES", "ConvolutionShape", "Judge", "Rewritten", "find_heads", "rewrite", "split_head"]
