@@ -145,7 +145,8 @@ class _GraphCompilation:
             if options.plan is not None:
                 offers = [self._given(graph, planner, options.plan.of_graph(len(self.session.graphs)))]
             elif by_hand and options.budget is None and options.overhead is None:
-                offers = [planner.given(made_by(planner.graph, by_hand) & recomputable(planner.graph))]
+                obeyed = planner.given(made_by(planner.graph, by_hand) & recomputable(planner.graph))
+                offers = [min(obeyed, planner.as_it_is(), key=lambda offer: offer.plan.timeline.step_peak)]
             else:
                 offers = self._offers(planner)
             fused = self._pick(graph, planner, offers)

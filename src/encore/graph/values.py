@@ -141,7 +141,9 @@ def span_bytes(value: Value) -> int:
 
 
 def is_contiguous(value: Value) -> bool:
-    """Do its elements lie one after the other, the last dimension fastest?"""
+    """Do its elements lie one after the other, the last dimension fastest? A sparse tensor's do not."""
+    if len(value.stride) != len(value.shape):
+        return False
     step = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride), strict=True):
         if size != 1 and stride != step:
