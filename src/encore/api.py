@@ -32,8 +32,9 @@ def compile(model: Model | None = None, **options: Any) -> Any:
     are. A function gives a new function. Without a model, a decorator is returned.
 
     Options: `budget` (bytes, "2GiB", "60%", "min") bounds resident + step_peak and takes the fastest plan that fits;
-    `overhead` (default 0.05) takes the smallest peak within that extra time; `optimizer` or `resident` count bytes
-    that live beside the step; `lowering`, `recompile_limit`: see `encore.options.Options`.
+    `overhead` (default 0.05) takes the smallest peak within that extra time; `plan` uses one made before; `keep` names
+    modules to leave alone; `optimizer` or `resident` count bytes that live beside the step; `lowering`, `skip`,
+    `recompile_limit`: see `encore.options.Options`.
     """
     checked = make_options(options)
     if model is None:

@@ -12,7 +12,7 @@ from torch import nn
 import encore
 from captured import Perceptron, captured
 from encore.options import Budget, Options
-from encore.plan import Keep, Offer, Plan, choose, keep_everything
+from encore.plan import Keep, Offer, Plan, choose, keep_everything, keeps_budget
 
 
 @functools.cache
@@ -72,6 +72,14 @@ def test_a_larger_budget_is_never_slower_and_a_smaller_one_never_higher() -> Non
     peaks = [plan.timeline.step_peak for plan in picked]
     assert overheads == sorted(overheads, reverse=True)
     assert peaks == sorted(peaks)
+
+
+@pytest.mark.parametrize("budget", [Budget(bytes=RESIDENT + 600), Budget(share=(RESIDENT + 600) / (RESIDENT + 1000))])
+def test_a_plan_that_came_out_larger_is_held_against_the_budget_again(budget: Budget) -> None:
+    as_it_is, options = menu()[0], Options(budget=budget)
+    assert keeps_budget(plan("as offered", 600, 0.1), as_it_is, options)
+    assert not keeps_budget(plan("a byte more", 601, 0.1), as_it_is, options)
+    assert keeps_budget(plan("no bound", 10_000, 0.1), as_it_is, Options(budget=Budget()))
 
 
 def test_a_byte_below_the_floor_is_refused_with_the_floor() -> None:

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -140,15 +140,7 @@ class _GraphCompilation:
             unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
             kept = self._rewritten(unplanned)
             planner = self._planner(kept)
-            options = self.session.options
-            by_hand = torch_private.checkpointed(joint)
-            if options.plan is not None:
-                offers = [self._given(graph, planner, options.plan.of_graph(len(self.session.graphs)))]
-            elif by_hand and options.budget is None and options.overhead is None:
-                obeyed = planner.given(made_by(planner.graph, by_hand) & recomputable(planner.graph))
-                offers = [min(obeyed, planner.as_it_is(), key=lambda offer: offer.plan.timeline.step_peak)]
-            else:
-                offers = self._offers(planner)
+            offers = self._offers(graph, planner, torch_private.checkpointed(joint))
             fused = self._pick(graph, planner, offers)
             self.session.workspaces.save()
             self.session.seconds.save()
@@ -200,14 +192,12 @@ class _GraphCompilation:
 
     def _planner(self, kept: Plan, reference: Planner | None = None) -> Planner:
         session = self.session
-        fuse = None
-        if session.options.lowering == "fused" and "fuse" not in session.options.skip:
-            fuse = lambda plan: self._fused(plan, compile_kernels=False).plan  # noqa: E731
+        separate = session.options.lowering == "eager" or "fuse" in session.options.skip
         return Planner(
             kept,
             session.workspaces,
             session.seconds,
-            fuse=fuse,
+            fuse=None if separate else self._as_kernels,
             exact=session.options.lowering == "eager",
             keep=session.options.keep,
             reference=reference,
@@ -229,10 +219,16 @@ class _GraphCompilation:
         kept = keep_everything(graph, self.session.workspaces, outputs_outlive=outlive)
         return self._planner(dataclasses.replace(kept, slices=slices), reference=planner)
 
-    def _offers(self, planner: Planner) -> list[Offer]:
-        """The plans to pick from; only the kept one where that will do."""
+    def _offers(self, captured: Graph, planner: Planner, by_hand: Collection[str]) -> list[Offer]:
+        """The plans to pick from: the one that was given; what checkpoints in the model ask for, where nothing else
+        is asked; only the kept one, where that will do."""
         options, earlier = self.session.options, self.session.plans_of_step_so_far()
         as_it_is = planner.as_it_is()
+        if options.plan is not None:
+            return [self._given(captured, planner, options.plan.of_graph(len(self.session.graphs)))]
+        if by_hand and options.budget is None and options.overhead is None:
+            obeyed = planner.given(made_by(planner.graph, by_hand) & recomputable(planner.graph))
+            return [min(obeyed, as_it_is, key=lambda offer: offer.plan.timeline.step_peak)]
         if self.session.workspaces.run and will_do(as_it_is, options, earlier=earlier):
             return [as_it_is]
         forms = [self._in_slices(planner, slices) for slices in SLICES]
@@ -250,8 +246,8 @@ class _GraphCompilation:
         there makes room for the next."""
         options, earlier = self.session.options, self.session.plans_of_step_so_far()
         while True:
-            offer = offers[0] if options.plan is not None else choose(offers, options, earlier=earlier)
-            offer = self._as_other_ranks(captured, planner, offer)
+            mine = offers[0] if options.plan is not None else choose(offers, options, earlier=earlier)
+            offer = self._as_other_ranks(captured, planner, mine)
             self._lap("plan")
             if planner.fuse is None:
                 return FusedPlan(offer.plan, {}, 0)
@@ -260,17 +256,24 @@ class _GraphCompilation:
             if len(offers) > 1:
                 time_kernels(self.session.seconds, kernels_of(plan.schedule), fused.kernels)
                 plan = dataclasses.replace(plan, seconds=step_seconds(plan.schedule, self.session.seconds))
-            if plan.timeline.step_peak <= offer.plan.timeline.step_peak or keeps_budget(plan, options, earlier):
+            as_predicted = plan.timeline.step_peak <= offer.plan.timeline.step_peak
+            if as_predicted or offer is not mine or keeps_budget(plan, offers[0], options, earlier=earlier):
                 return dataclasses.replace(fused, plan=plan)
             offer.plan = plan
 
     def _as_other_ranks(self, captured: Graph, planner: Planner, offer: Offer) -> Offer:
         """Ranks time their operators each by itself and would plan differently: the first to plan a graph decides."""
+        if not torch_private.has_ranks():
+            return offer
         mine = GraphPlan.of(captured, offer.separate)
         question = f"encore plan {mine.fingerprint} {dataclasses.replace(self.session.options, plan=None)}"
         told = torch_private.told_first(question, mine.to_json())
         agreed = GraphPlan.from_json(told)
         return offer if agreed == mine else self._given(captured, planner, agreed)
+
+    def _as_kernels(self, plan: Plan) -> Plan:
+        """The plan as it would run, its kernels not compiled yet."""
+        return self._fused(plan, compile_kernels=False).plan
 
     def _fused(self, plan: Plan, *, compile_kernels: bool) -> FusedPlan:
         return fuse_plan(plan, self.session.workspaces, kernel_store(), compile_kernels=compile_kernels)

@@ -402,12 +402,15 @@ def original_error(error: BaseException) -> BaseException:
     return getattr(error, "inner_exception", None) or error
 
 
+def has_ranks() -> bool:
+    """Is this process one of several in a distributed run?"""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    return torch.distributed.get_world_size() > 1
+
+
 def told_first(key: str, mine: str) -> str:
     """In a distributed run, what the first rank to come here said under this key; nobody waits for anybody."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return mine
-    if torch.distributed.get_world_size() == 1:
-        return mine
     store = torch.distributed.distributed_c10d._get_default_store()
     return store.compare_set(key, "", mine).decode()
 

@@ -29,11 +29,11 @@ def will_do(as_it_is: Offer, options: Options, *, earlier: Sequence[Plan] = ()) 
     return total <= options.budget.resolve(total)
 
 
-def keeps_budget(plan: Plan, options: Options, earlier: Sequence[Plan] = ()) -> bool:
-    """Does a plan, as it came out in the end, stay within an absolute budget?"""
-    if options.budget is None or options.budget.bytes is None:
+def keeps_budget(plan: Plan, as_it_is: Offer, options: Options, *, earlier: Sequence[Plan] = ()) -> bool:
+    """Does a plan, as it came out in the end, stay within the budget? The floor is no bound."""
+    if options.budget is None or options.budget.is_floor:
         return True
-    return _total(plan, options, earlier) <= options.budget.bytes
+    return _total(plan, options, earlier) <= options.budget.resolve(_total(as_it_is.plan, options, earlier))
 
 
 def _total(plan: Plan, options: Options, earlier: Sequence[Plan]) -> int:

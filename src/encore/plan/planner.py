@@ -93,7 +93,7 @@ class Planner:
         schedule = schedule_step(graph)
         plan = Plan(
             name="recompute",
-            decisions=self._decisions(schedule, dropped),
+            decisions=self._decisions(schedule),
             schedule=schedule,
             timeline=simulate(schedule, self.workspace, outputs_outlive=self.kept.timeline.outputs_outlive),
             dropped=dropped,
@@ -107,7 +107,7 @@ class Planner:
     def _timed(self, plan: Plan) -> Plan:
         return dataclasses.replace(plan, seconds=step_seconds(plan.schedule, self.seconds))
 
-    def _decisions(self, schedule: Schedule, dropped: frozenset[int]) -> Mapping[int, Decision]:
+    def _decisions(self, schedule: Schedule) -> Mapping[int, Decision]:
         before = self.kept.decisions
         decisions: dict[int, Decision] = {}
         saved = set(feature_maps(schedule))
