@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -187,6 +187,35 @@ def simulator_seconds(model: nn.Module) -> float:
     for captured in session.last_step:
         simulate(captured.plan.schedule, session.workspaces)
     return time.perf_counter() - started
+
+
+def times_in_turns(
+    trainees: Mapping[str, Trainee], rounds: int, tell: Advance = lambda note: None
+) -> dict[str, list[float]]:
+    """Step times of several systems, the order turning round by round."""
+    order = list(trainees)
+    seconds: dict[str, list[float]] = {system: [] for system in order}
+    for number in range(rounds):
+        for system in order[number % len(order) :] + order[: number % len(order)]:
+            seconds[system].append(trainees[system].timed())
+        tell("rounds in turns")
+    return seconds
+
+
+def median_ratio(mine: Sequence[float], others: Sequence[float]) -> float:
+    """One system's time over another's: the median of the rounds."""
+    return statistics.median(one / other for one, other in zip(mine, others, strict=True))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Those of the last step, in double precision."""
+    return [parameter.grad.double() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def relative_distance(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
+    """How far all tensors together are from others, relative to the size of those."""
+    apart = sum(float((one - other).square().sum()) for one, other in zip(found, truth, strict=True))
+    return float((apart / sum(float(other.square().sum()) for other in truth)) ** 0.5)
 
 
 def gradient_difference(expected: nn.Module, found: nn.Module) -> float:

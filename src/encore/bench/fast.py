@@ -26,7 +26,15 @@ import torch
 from torch import nn
 
 import encore
-from encore.bench.compare import SEED, WARM_UP, Trainee
+from encore.bench.compare import (
+    SEED,
+    WARM_UP,
+    Trainee,
+    gradients,
+    median_ratio,
+    relative_distance,
+    times_in_turns,
+)
 from encore.bench.machine import Machine, this_machine
 from encore.progress import progress
 from encore.workloads import TINY_SIZES, Workload, build
@@ -113,33 +121,20 @@ def compare_systems(make: Callable[[], Workload], *, rounds: int) -> list[Outcom
             for _ in range(1 + WARM_UP):
                 trainees[system].timed()
             tell(f"{system}: first step and warm-up")
-        seconds: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-        order = list(SYSTEMS)
-        for number in range(rounds):
-            for system in order[number % len(order) :] + order[: number % len(order)]:
-                seconds[system].append(trainees[system].timed())
-            tell("rounds in turns")
+        seconds = times_in_turns(trainees, rounds, tell)
     truth = _true_gradients(make(), batch)
     return [
         Outcome(
             system=system,
             seconds=statistics.median(seconds[system]),
-            against_eager=_ratio(seconds[system], seconds["eager"]),
-            against_compile=_ratio(seconds[system], seconds["torch.compile"]),
+            against_eager=median_ratio(seconds[system], seconds["eager"]),
+            against_compile=median_ratio(seconds[system], seconds["torch.compile"]),
             peak=trainee.measured().step_peak,
             predicted=encore.report(trainee.model).planned.step_peak if system.startswith("Encore") else None,
-            gradient_error=_distance(_gradients(trainee.model), truth),  # of the step just measured, from `SEED`
+            gradient_error=relative_distance(gradients(trainee.model), truth),  # of the step just measured, from `SEED`
         )
         for system, trainee in trainees.items()
     ]
-
-
-def _ratio(mine: Sequence[float], others: Sequence[float]) -> float:
-    return statistics.median(one / other for one, other in zip(mine, others, strict=True))
-
-
-def _gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad.double() for parameter in model.parameters() if parameter.grad is not None]
 
 
 def _true_gradients(workload: Workload, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -147,12 +142,7 @@ def _true_gradients(workload: Workload, batch: Sequence[torch.Tensor]) -> list[t
     wide = tuple(part.double() if part.is_floating_point() else part for part in batch)
     torch.manual_seed(SEED)
     exact(*wide).backward()
-    return _gradients(exact)
-
-
-def _distance(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
-    apart = sum(float((one - other).square().sum()) for one, other in zip(found, truth, strict=True))
-    return float((apart / sum(float(other.square().sum()) for other in truth)) ** 0.5)
+    return gradients(exact)
 
 
 # -- first steps, each in a process of its own -----------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.utils.checkpoint import checkpoint
 
 import encore
-from encore.bench.compare import WARM_UP, Trainee
+from encore.bench.compare import WARM_UP, Trainee, gradients, median_ratio, relative_distance, times_in_turns
 from encore.bench.machine import Machine, this_machine
 from encore.progress import progress
 from encore.workloads import TINY_SIZES, Workload, build
@@ -94,14 +94,14 @@ class PlanSuite:
 def run_plan(*, quick: bool = False) -> PlanSuite:
     """Measure everything, telling on stderr how far it is."""
     rounds = QUICK_ROUNDS if quick else ROUNDS
-    outcomes, gradients = {}, {}
+    outcomes, gradient_bytes = {}, {}
     for name, sizes in SIZES.items():
         make = functools.partial(build, name, **(TINY_SIZES[name] if quick else sizes))
         outcomes[name] = tuple(_compare(name, make, rounds=rounds, quick=quick))
-        gradients[name] = sum(parameter.nbytes for parameter in make().model.parameters())
+        gradient_bytes[name] = sum(parameter.nbytes for parameter in make().model.parameters())
         torch.compiler.reset()
         gc.collect()
-    return PlanSuite(this_machine(), quick, rounds, outcomes, gradients)
+    return PlanSuite(this_machine(), quick, rounds, outcomes, gradient_bytes)
 
 
 class _Contest:
@@ -132,14 +132,6 @@ class _Contest:
         self.tell(f"{system}: first step and warm-up")
         return trainee
 
-    def times(self, systems: Sequence[str], rounds: int) -> dict[str, list[float]]:
-        """Step times in turns, the order turning round by round."""
-        seconds: dict[str, list[float]] = {system: [] for system in systems}
-        for number in range(rounds):
-            for system in [*systems[number % len(systems) :], *systems[: number % len(systems)]]:
-                seconds[system].append(self.trainees[system].timed())
-        return seconds
-
 
 def _compare(name: str, make: Callable[[], Workload], *, rounds: int, quick: bool) -> list[PlanOutcome]:
     settings = () if quick else SETTINGS[name]
@@ -151,18 +143,19 @@ def _compare(name: str, make: Callable[[], Workload], *, rounds: int, quick: boo
             contest.enter(f"activation_memory_budget {setting}", functools.partial(_within_budget, setting=setting))
         contest.enter("Encore, everything kept", functools.partial(encore.compile, overhead=0.0))
         contest.enter("Encore", encore.compile)
-        trial = contest.times(["eager", "Encore, everything kept"], TRIAL_ROUNDS)
-        slack = _ratio(trial["eager"], trial["Encore, everything kept"]) - 1
+        rivals = {system: contest.trainees[system] for system in ("eager", "Encore, everything kept")}
+        trial = times_in_turns(rivals, TRIAL_ROUNDS)
+        slack = median_ratio(trial["eager"], trial["Encore, everything kept"]) - 1
         contest.enter("Encore, as fast as eager", functools.partial(encore.compile, overhead=max(0.0, MARGIN * slack)))
         if by_hand is not None:
             resident = encore.report(contest.trainees["Encore"].model).resident
             budget = resident + by_hand.measured().step_peak
             contest.enter("Encore at the checkpoints' peak", functools.partial(encore.compile, budget=budget))
         contest.enter("Encore, budget='min'", functools.partial(encore.compile, budget="min"))
-        seconds = contest.times(list(contest.trainees), rounds)
+        seconds = times_in_turns(contest.trainees, rounds)
         tell("rounds in turns")
     eager_peak = contest.trainees["eager"].measured().step_peak
-    truth = _gradients(contest.trainees["eager"].model)
+    truth = gradients(contest.trainees["eager"].model)
     found = [
         _outcome(contest, system, seconds[system], seconds["eager"], eager_peak, truth) for system in contest.trainees
     ]
@@ -183,14 +176,14 @@ def _outcome(
     return PlanOutcome(
         system=system,
         seconds=statistics.median(mine),
-        against_eager=_ratio(mine, eager),
+        against_eager=median_ratio(mine, eager),
         peak=peak,
         reduction=eager_peak / peak,
         predicted=None if report is None else report.planned.step_peak,
         predicted_seconds=None if report is None or not report.planned.seconds else report.planned.seconds,
         plan_seconds=None if report is None else report.first_step["plan"],
         first_step=contest.first[system],
-        gradient_difference=_distance(_gradients(trainee.model), truth),
+        gradient_difference=relative_distance(gradients(trainee.model), truth),
     )
 
 
@@ -212,16 +205,3 @@ def checkpointed(model: nn.Module, classes: Sequence[str]) -> nn.Module:
                 checkpoint, copy.copy(module.forward), use_reentrant=False
             )
     return model
-
-
-def _ratio(mine: Sequence[float], others: Sequence[float]) -> float:
-    return statistics.median(one / other for one, other in zip(mine, others, strict=True))
-
-
-def _gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad.double() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def _distance(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
-    apart = sum(float((one - other).square().sum()) for one, other in zip(found, truth, strict=True))
-    return float((apart / sum(float(other.square().sum()) for other in truth)) ** 0.5)

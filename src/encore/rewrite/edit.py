@@ -14,7 +14,7 @@ import torch
 
 from encore.graph import Graph, Op, Storage, Value
 from encore.graph.ops import SIDE_EFFECTS, classify
-from encore.graph.values import Ref, block_bytes, map_refs, refs
+from encore.graph.values import Ref, block_bytes, contiguous_strides, map_refs, refs
 
 
 class Editor:
@@ -213,11 +213,3 @@ class Editor:
         self.graph.storages[storage].values.append(value.id)
         op.writes = (*op.writes, value.id)
         return value.id
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

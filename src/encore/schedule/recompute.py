@@ -11,7 +11,6 @@ for the sake of a few microseconds. What a heavy operator made is held until its
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from encore.graph import Graph, Op, OpClass, Storage, Value
 from encore.graph.ops import DRAWS_BY_SHAPE, classify, is_fusible
 from encore.graph.random_ops import DrawAgain, DrawState
-from encore.graph.values import Ref, block_bytes, map_refs, refs
+from encore.graph.values import Ref, block_bytes, contiguous_strides, map_refs, refs
 from encore.schedule.normalised import FROM_STATISTICS, Normalised, is_training_batch_norm
 from encore.schedule.order import order_backward
 
@@ -216,7 +215,6 @@ class _Copier:
             kwargs=kwargs,
             reads=tuple(dict.fromkeys(refs((args, kwargs)))),
             kind=OpClass.CHEAP if random else classify(target),
-            returns_tuple=like.returns_tuple,
             forward=False,
             traced_in_forward=False,
         )
@@ -264,6 +262,7 @@ class _Copier:
             number = self._add(state)
             before = dataclasses.replace(
                 op,
+                id=-1,
                 name=f"{op.name}_state",
                 target=DrawState(device, op.kwargs.get("generator")),
                 args=(),
@@ -273,7 +272,6 @@ class _Copier:
                 returns_tuple=False,
             )
             self.forward.insert(next(i for i, other in enumerate(self.forward) if other.id == op.id), before)
-            before.id = -1
             self.states[op.id] = number
         return self.states[op.id]
 
@@ -299,7 +297,7 @@ class _Copier:
             return current
         view = self._emit(op, aten.view.default, (Ref(current), list(shape)), {})
         view.returns_tuple = False
-        name, stride = self._name(f"{known.name}_wide"), _strides(shape)
+        name, stride = self._name(f"{known.name}_wide"), contiguous_strides(shape)
         made = self._add(dataclasses.replace(known, name=name, shape=shape, stride=stride, role=None))
         view.writes = (made,)
         return made
@@ -346,8 +344,3 @@ def _device(graph: Graph, op: Op) -> str:
     storage = graph.values[value].storage
     assert storage is not None
     return graph.storages[storage].device
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    return tuple(math.prod(shape[position + 1 :]) for position in range(len(shape)))
