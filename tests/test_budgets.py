@@ -137,6 +137,33 @@ def test_a_recomputed_dropout_has_the_mask_that_forward_drew(budget: str, loweri
     assert all(op.kind is OpClass.CHEAP for op in drawn_again)
 
 
+class Speller(nn.Module):
+    """A small network under a large vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 2000)
+
+    def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(torch.tanh(self.hidden(x))), words)
+
+
+def test_a_large_head_is_taken_in_slices_where_its_memory_is_wanted() -> None:
+    plain, batch = Speller(), (torch.randn(256, 16), torch.randint(2000, (256,)))
+    model = encore.compile(copy.deepcopy(plain), budget="min")
+    step(plain, batch)
+    step(model, batch)
+    report = encore.report(model)
+    assert report.plan.graphs[0].slices > 1
+    assert report.planned.step_peak < 0.4 * report.unplanned.step_peak
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+    model.zero_grad(set_to_none=True)
+    measured = encore.measure(functools.partial(step, model, batch)).step_peak
+    assert measured <= report.planned.step_peak <= 1.01 * measured
+
+
 def test_a_module_that_is_to_be_kept_is_kept() -> None:
     plain = Dropped()
     model = encore.compile(plain, budget="80%", lowering="eager", keep=["layers.0", "layers.1"])

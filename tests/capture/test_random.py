@@ -77,7 +77,7 @@ def matrix(*shape: int) -> Tensor:
 
 
 @every_layout
-@in_both_lowerings("draw", DRAWS, ["randn_like", "bernoulli of probabilities", "normal_"])
+@in_both_lowerings("draw", DRAWS, ["randn_like", "bernoulli of probabilities", "normal_", "poisson"])
 def test_a_draw_is_the_one_eager_makes(draw: str, layout: str, lowering: str) -> None:
     def function(x: Tensor) -> Tensor:
         x = LAYOUTS[layout](x)
@@ -87,7 +87,7 @@ def test_a_draw_is_the_one_eager_makes(draw: str, layout: str, lowering: str) ->
 
 
 @every_layout
-@in_both_lowerings("mask", MASKS, ["dropout", "dropout in place", "gumbel_softmax"])
+@in_both_lowerings("mask", MASKS, ["dropout", "dropout in place", "gumbel_softmax", "rrelu in place"])
 def test_a_mask_is_the_one_eager_makes(mask: str, layout: str, lowering: str) -> None:
     def function(x: Tensor) -> Tensor:
         return MASKS[mask](LAYOUTS[layout](x)).sin()

@@ -18,7 +18,7 @@ from encore.plan.planner import Planner
 from encore.plan.search import Search
 from encore.plan.sketch import Outline, Sketch
 from encore.plan.strategies import STRATEGIES
-from encore.schedule import Fused
+from encore.schedule import Fused, simulate
 from tiny_steps import tiny_step
 
 MOST_CHOICES = 11
@@ -104,6 +104,17 @@ def test_an_outline_is_close_to_what_the_built_plan_holds(seed: int) -> None:
     planner = Planner(kept, no_workspace, ByBytes())
     for offer in planner.offers():
         assert offer.plan.timeline.step_peak == pytest.approx(offer.step_peak, rel=0.35)
+
+
+def test_blocks_in_outline_are_close_to_the_built_plan() -> None:
+    """Backward reads most feature maps of attention through views of its own: those must be seen through."""
+    kept = tiny_step("transformer", "eager").plan
+    planner = Planner(kept, no_workspace, ByBytes())
+    sketch = Sketch(kept.schedule, simulate(kept.schedule), ByBytes(), fused=False)
+    outline = sketch.outline(STRATEGIES["blocks"](sketch.graph))
+    built = planner.plan(outline.again).timeline.step_peak
+    assert built == pytest.approx(outline.peak, rel=0.15)
+    assert built < 0.65 * kept.timeline.step_peak
 
 
 def test_the_kept_step_in_outline_is_the_kept_step() -> None:

@@ -217,6 +217,14 @@ def test_a_view_that_asks_for_channels_first_gets_a_copy() -> None:
 
 
 @pytest.mark.usefixtures("whatever_the_peak")
+def test_a_flattened_map_gets_a_copy_with_channels_first() -> None:
+    """`view` refuses such strides with a ValueError, other operators with a RuntimeError."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 4))
+    assert "channels_last" in run(model, torch.randn(5, 2, 6, 6), only="channels_last").rewrites
+
+
+@pytest.mark.usefixtures("whatever_the_peak")
 def test_a_draw_keeps_channels_first() -> None:
     torch.manual_seed(0)
     model = Convolutions(between=lambda x: F.dropout(torch.relu(x), 0.5))
