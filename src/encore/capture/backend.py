@@ -231,6 +231,7 @@ class _GraphCompilation:
             return [min(obeyed, as_it_is, key=lambda offer: offer.plan.timeline.step_peak)]
         if self.session.workspaces.run and will_do(as_it_is, options, earlier=earlier):
             return [as_it_is]
+        self.session.seconds.settle(planner.runs.schedule)
         forms = [self._in_slices(planner, slices) for slices in SLICES]
         return menu([form for form in forms if form is not None])
 

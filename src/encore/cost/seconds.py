@@ -9,6 +9,7 @@ much memory), costs what its arithmetic and bytes say.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import weakref
@@ -22,16 +23,21 @@ from encore.cost.rates import Rates, is_duration
 from encore.cost.roofline import kernel_roofline, op_roofline
 from encore.cost.room import has_room, sets_of_operands
 from encore.cost.signature import can_run, is_pure_aten, signature
-from encore.cost.timing import generators_kept, seconds_of
+from encore.cost.timing import MOST_SECONDS, generators_kept, seconds_of
 from encore.graph import Graph, Op, OpClass
 from encore.graph.random_ops import DrawAgain, DrawState
 from encore.graph.values import span_bytes
-from encore.schedule import Fused
+from encore.schedule import Fused, Run, Schedule
 
 log = logging.getLogger("encore")
 
 WORTH_TIMING = 32 * 1024
 """Bytes below which an operator costs little more than its call, which is known."""
+SETTLING = 2.0
+"""Seconds that go into timing the operators of one step again, each by its share of the step."""
+LEAST_SHARE = 0.005
+"""Share of a step from which on an operator is timed again."""
+ROUNDS = 2
 
 
 class Seconds:
@@ -43,6 +49,8 @@ class Seconds:
         self._rates = Rates(run=run)
         self._known: dict[str, float] = {}
         self._guessed: dict[str, float] = {}
+        self._fresh: dict[str, tuple[Graph, Op, int | None]] = {}
+        """What was timed by this object, and once only."""
         self._answers: weakref.WeakKeyDictionary[Graph, dict[tuple[int, int | None], float]] = (
             weakref.WeakKeyDictionary()
         )
@@ -71,6 +79,25 @@ class Seconds:
         """Has this kernel been timed, here or in an earlier process?"""
         return self._recall(_kernel(kernel_key)) is not None
 
+    def settle(self, schedule: Schedule) -> None:
+        """Time again, at other moments, what most of the step goes into and was timed just now. A single look may fall
+        into a moment when the machine has other things to do; the best of several seldom does."""
+        graph, spent = schedule.graph, collections.defaultdict[str, float](float)
+        for action in (*schedule.forward, *schedule.backward):
+            if isinstance(action, Run) and graph.ops[action.op].kind is not OpClass.VIEW:
+                op = graph.ops[action.op]
+                spent[_operator(graph, _as_first_drawn(op), action.over)] += self(graph, op, action.over)
+        total = sum(spent.values())
+        large = [(key, share) for key in spent if (share := spent[key] / total) >= LEAST_SHARE]
+        for _ in range(ROUNDS):
+            for key, share in large:
+                if key in self._fresh:
+                    again = op_seconds(*self._fresh[key], most_seconds=SETTLING / ROUNDS * share)
+                    self._known[key] = min(self._known[key], again)
+                    self._cache.put(key, self._known[key])
+        self._fresh.clear()
+        self._answers.clear()
+
     def save(self) -> None:
         self._cache.save()
 
@@ -84,10 +111,8 @@ class Seconds:
         return self._guessed[key]
 
     def _of_operator(self, graph: Graph, op: Op, over: int | None) -> float:
-        if isinstance(op.target, DrawAgain):  # costs what the draw itself did
-            drawn = dataclasses.replace(op, target=op.target.target, args=op.args[1:], kind=OpClass.RANDOM)
-            op = dataclasses.replace(drawn, reads=op.reads[1:])
-        key = f"seconds {signature(graph, op)}{'' if over is None else ' over'}"
+        op = _as_first_drawn(op)
+        key = _operator(graph, op, over)
         known = self._recall(key)
         if known is not None:
             return known
@@ -99,6 +124,7 @@ class Seconds:
             log.info("the seconds of %s are a guess: it could not be run (%s)", op.target, error)
             seconds = op_roofline(graph, op, self._rates)
         else:
+            self._fresh[key] = (graph, op, over)
             self._cache.put(key, seconds)
         self._known[key] = seconds
         return seconds
@@ -110,6 +136,18 @@ class Seconds:
                 return None
             self._known[key] = cached
         return self._known[key]
+
+
+def _operator(graph: Graph, op: Op, over: int | None) -> str:
+    return f"seconds {signature(graph, op)}{'' if over is None else ' over'}"
+
+
+def _as_first_drawn(op: Op) -> Op:
+    """Drawing again costs what the draw itself did."""
+    if not isinstance(op.target, DrawAgain):
+        return op
+    drawn = dataclasses.replace(op, target=op.target.target, args=op.args[1:], kind=OpClass.RANDOM)
+    return dataclasses.replace(drawn, reads=op.reads[1:])
 
 
 def _kernel(kernel_key: str) -> str:
@@ -127,12 +165,12 @@ def may_run(graph: Graph, op: Op) -> bool:
     return size >= WORTH_TIMING and has_room(size, cuda=on_cuda(graph, op))
 
 
-def op_seconds(graph: Graph, op: Op, over: int | None = None) -> float:
+def op_seconds(graph: Graph, op: Op, over: int | None = None, *, most_seconds: float = MOST_SECONDS) -> float:
     """Time one operator on made-up operands. What it writes over is not made good between the few runs there are."""
     cuda = on_cuda(graph, op)
     with torch.no_grad(), generators_kept(cuda=cuda):
         calls = [made_up_call(graph, op, over) for _ in range(sets_of_operands(_footprint(graph, op)))]
-        return seconds_of(calls, cuda=cuda)
+        return seconds_of(calls, cuda=cuda, most_seconds=most_seconds)
 
 
 def _footprint(graph: Graph, op: Op) -> int:

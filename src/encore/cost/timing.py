@@ -30,8 +30,8 @@ RUNS = 15
 MOST_SECONDS = 0.03
 """Spent on one call; fewer runs are made to keep to it, as long as there are a few."""
 FEW = 3
-PATIENCE = 0.06
-"""Spent on one call where runs are disturbed."""
+PATIENCE = 0.03
+"""Spent beyond that on a call whose runs are disturbed."""
 LONG_SECONDS = 0.05
 """Calls that take longer are run twice, and the better one counts: the first also made what PyTorch keeps."""
 QUEUED_SECONDS = 5e-4
@@ -41,19 +41,23 @@ COPIED = 1 << 20
 
 
 def seconds_of(
-    calls: Sequence[Callable[[], Any]], *, cuda: bool = False, refresh: Callable[[], Any] | None = None
+    calls: Sequence[Callable[[], Any]],
+    *,
+    cuda: bool = False,
+    refresh: Callable[[], Any] | None = None,
+    most_seconds: float = MOST_SECONDS,
 ) -> float:
     """Seconds of one call; `calls` do the same on different operands, and take turns. Where they spoil their operands,
     `refresh` makes these good, off the clock."""
     began = time.perf_counter()
     best = min(_run(call, 1, cuda)[0] for call in (calls[0], calls[-1]))
-    if best > LONG_SECONDS:
+    if best > LONG_SECONDS and best > most_seconds / FEW:
         return best
     queued = max(1, round(QUEUED_SECONDS / best)) if cuda else 1
     best = math.inf  # the caches were as the last call, or the making of operands, had left them
     source, target = (torch.zeros(COPIED, dtype=torch.uint8) for _ in range(2))
     quiet = 0
-    for call in itertools.cycle(calls):
+    for made, call in enumerate(itertools.cycle(calls), 1):
         if refresh is not None:
             refresh()
         target.copy_(source)
@@ -61,7 +65,7 @@ def seconds_of(
         best = min(best, found)
         quiet += not disturbed
         spent = time.perf_counter() - began
-        if quiet == RUNS or spent > PATIENCE or (spent > MOST_SECONDS and quiet >= FEW):
+        if quiet == RUNS or (spent > most_seconds and quiet >= FEW) or (spent > most_seconds + PATIENCE and made > FEW):
             break
     return best
 
