@@ -107,7 +107,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
 def run_env(arguments: argparse.Namespace) -> int:
     from encore.bench.machine import this_machine
     from encore.bench.table import machine_rows
-    from encore.cost.cache import cache_directory
+    from encore.folders import cache_directory
 
     machine, directory = this_machine(), str(cache_directory())
     if arguments.json:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LOWERINGS = ("fused", "eager")
 FUSED_PASSES = (
-    "narrow_indices", "channels_last", "split_convolutions", "transpose_weights", "hoist_projections",
+    "narrow_indices", "narrow_masks", "channels_last", "split_convolutions", "transpose_weights", "hoist_projections",
     "merge_siblings", "fold_additions", "stack_weight_gradients", "split_head", "fuse",
 )  # fmt: skip
 """What the fused lowering does to a graph, in this order; each can be skipped."""

@@ -250,6 +250,41 @@ def test_pooling_positions_are_kept_narrow() -> None:
     assert graph.plan.timeline.saved < graph.unplanned.timeline.saved
 
 
+class Dropped(nn.Module):
+    """Noise of several probabilities; once on a transposed input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(torch.tanh(self.layers[0](x)), 0.1)
+        x = F.dropout(torch.tanh(self.layers[1](x)).t(), 0.5)
+        return F.dropout(self.layers[2](x.t()), 1 / 3).pow(2).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dropout_keeps_a_byte_an_element_and_the_same_noise(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = Dropped().to(dtype), torch.randn(40, 40, dtype=dtype)
+    reference = copy.deepcopy(model)
+    skip = tuple(name for name in FUSED_PASSES if name != "narrow_masks")  # not even kernels: to the last bit
+    torch.manual_seed(1)
+    graph = captured(model, x, lowering="fused", skip=skip)
+    following = torch.rand(3)
+    torch.manual_seed(1)
+    train_step(reference, x)
+    assert torch.equal(torch.rand(3), following)
+    assert torch.equal(gradients(model), gradients(reference))
+    assert graph.rewrites == ("narrow_masks",)
+    verify_graph(graph.plan.schedule.graph)
+    replay(graph.plan.schedule)
+    saved = graph.plan.schedule.graph.values
+    assert [saved[value].dtype for value in graph.plan.schedule.saved].count(torch.bool) == 3
+    noise = 3 * 40 * 40 * (dtype.itemsize - 1)
+    assert graph.plan.timeline.saved == graph.unplanned.timeline.saved - noise
+
+
 @pytest.mark.parametrize("only", ["", *(name for name in FUSED_PASSES if name != "fuse")])
 def test_predicted_peak_is_the_measured_one(only: str) -> None:
     model, x = loop()

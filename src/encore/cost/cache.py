@@ -1,8 +1,8 @@
 """Measurements kept on disk, per machine and torch version, so that each is made once.
 
-One JSON file in `$ENCORE_CACHE_DIR`, else `$XDG_CACHE_HOME/encore`, else `~/.cache/encore`. It is replaced as a whole
-(written beside, then renamed), so a reader never sees half a file; two processes that write at once lose at most
-each other's newest entries, which are measured again. A file that cannot be read is ignored with one warning.
+One JSON file in `cache_directory()`. It is replaced as a whole (written beside, then renamed), so a reader never sees
+half a file; two processes that write at once lose at most each other's newest entries, which are measured again. A file
+that cannot be read is ignored with one warning.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from encore.folders import cache_directory
 
 
 class MachineCache:
@@ -72,15 +74,6 @@ class MachineCache:
             warnings.warn(f"encore: {self.path} does not hold measurements; measuring again", stacklevel=2)
             return {}
         return entries
-
-
-def cache_directory() -> Path:
-    """Where measurements are kept."""
-    chosen = os.environ.get("ENCORE_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "encore"
 
 
 @functools.cache

@@ -27,8 +27,8 @@ NANOSECONDS: dict[str, float] = {
     "tanh": 0.6, "erf": 0.6, "gelu": 0.8, "gelu_backward": 1.2, "silu_backward": 0.6, "softplus": 1.0, "mish": 1.5,
     "mish_backward": 2.0, "elu": 0.5, "logsumexp": 0.4, "_softmax": 0.4, "_log_softmax": 0.4,
     "_log_softmax_backward_data": 0.4, "sin": 0.6, "cos": 0.6, "tan": 1.2, "pow": 1.5, "sqrt": 0.15, "rsqrt": 0.2,
-    "dropout_noise": 2.0, "bernoulli_noise": 2.0, "native_dropout": 2.0, "bernoulli": 2.0, "rand": 2.0,
-    "rand_like": 2.0, "randn": 3.0, "randn_like": 3.0,
+    "dropout_mask": 0.5, "dropout_noise": 2.0, "bernoulli_noise": 2.0, "native_dropout": 2.0, "bernoulli": 2.0,
+    "rand": 2.0, "rand_like": 2.0, "randn": 3.0, "randn_like": 3.0,
 }  # fmt: skip
 """By operator, of one thread and element, in vector registers of 512 bits; twice that where they have 256."""
 OTHERWISE = 0.05

@@ -103,8 +103,8 @@ DRAWS_NOTHING = frozenset({
 """Tagged as random for the sake of a dropout that their kernel refuses."""
 
 DRAWS_BY_SHAPE = frozenset({
-    "dropout_noise", "bernoulli_noise", "native_dropout", "rand", "rand_like", "randn", "randn_like", "randint",
-    "randint_like", "randperm",
+    "dropout_mask", "dropout_noise", "bernoulli_noise", "native_dropout", "rand", "rand_like", "randn", "randn_like",
+    "randint", "randint_like", "randperm",
 })  # fmt: skip
 """Draws whose numbers depend on nothing but the generator and a shape. Others (a Poisson draw around a tensor) would
 come out differently if an operand did in its last bit, so they are not repeated."""

@@ -3,6 +3,7 @@
 On CPU, eager dropout draws into an empty tensor shaped *and strided* like its input. A functional graph would draw into
 a contiguous one instead: for a transposed input that is another mask. `encore::dropout_noise` is the draw as one
 operator, so that the same seed gives the same mask, and a planner sees one random value instead of three;
+`encore::dropout_mask` is the same draw in one byte an element, without the constant that it is multiplied by;
 `encore::bernoulli_noise` stands for any other `empty.bernoulli_(p)`.
 """
 
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from encore.kernels.draws import flip_coins_
 
 _library = torch.library.Library("encore", "FRAGMENT")
 _library.define("dropout_noise(Tensor like, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
@@ -28,6 +31,22 @@ def _fake_dropout_noise(like: torch.Tensor, p: float) -> torch.Tensor:
 
 _library.impl("dropout_noise", dropout_noise, "CompositeExplicitAutograd")
 torch.library.register_fake("encore::dropout_noise", _fake_dropout_noise, lib=_library)
+
+
+_library.define("dropout_mask(Tensor like, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+
+
+def dropout_mask(like: torch.Tensor, p: float) -> torch.Tensor:
+    """False with probability `p`: where `dropout_noise` would be 0."""
+    return flip_coins_(torch.empty_like(like, dtype=torch.bool), 1 - p)
+
+
+def _fake_dropout_mask(like: torch.Tensor, p: float) -> torch.Tensor:
+    return torch.empty_like(like, dtype=torch.bool)
+
+
+_library.impl("dropout_mask", dropout_mask, "CompositeExplicitAutograd")
+torch.library.register_fake("encore::dropout_mask", _fake_dropout_mask, lib=_library)
 
 
 _library.define(

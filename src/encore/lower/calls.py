@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from encore.graph.random_ops import DrawAgain, DrawState, bernoulli_noise, dropout_noise
+from encore.graph.random_ops import DrawAgain, DrawState, bernoulli_noise, dropout_mask, dropout_noise
 
 aten = torch.ops.aten
 
@@ -74,6 +74,7 @@ def _with_grad_mode(target: Any) -> Callable[..., Any]:
 
 SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.ops.encore.bernoulli_noise.default: bernoulli_noise,
+    torch.ops.encore.dropout_mask.default: dropout_mask,
     torch.ops.encore.dropout_noise.default: dropout_noise,
     aten.mkldnn_rnn_layer.default: _with_grad_mode(aten.mkldnn_rnn_layer.default),
 }

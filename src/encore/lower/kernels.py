@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from encore.cost.cache import cache_directory, machine_key
+from encore.cost.cache import machine_key
+from encore.folders import cache_directory
 from encore.lower import inductor_private
 from encore.lower.inductor_private import CppFunction, LoweringError
 from encore.lower.module_text import bytes_aside, returned_strides

@@ -127,6 +127,19 @@ class Editor:
         op.reads = tuple(dict.fromkeys(refs((op.args, op.kwargs))))
         self.changed = True
 
+    def make_instead(self, op: Op, target: Any, dtype: torch.dtype) -> None:
+        """Have an operator, where it is, call something that makes its only result in another type."""
+        op = self.graph.ops[op.id]
+        (number,) = op.writes
+        assert number is not None
+        value = self.graph.values[number]
+        assert value.storage is not None
+        storage = self.graph.storages[value.storage]
+        op.target, op.kind = target, classify(target)
+        value.dtype, value.bytes = dtype, math.prod(value.shape) * dtype.itemsize
+        storage.bytes = block_bytes(value.bytes, storage.device)
+        self.changed = True
+
     def finish(self) -> Graph:
         """The graph in order: as it was, as far as operators that wait for others allow. The original if unchanged."""
         if not self.changed:

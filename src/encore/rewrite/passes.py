@@ -12,6 +12,7 @@ from encore.rewrite.hoist_projections import hoist_projections
 from encore.rewrite.judge import Judge
 from encore.rewrite.merge_siblings import merge_siblings
 from encore.rewrite.narrow_indices import narrow_indices
+from encore.rewrite.narrow_masks import narrow_masks
 from encore.rewrite.split_convolutions import split_convolutions
 from encore.rewrite.stack_weight_gradients import stack_weight_gradients
 from encore.rewrite.transpose_weights import transpose_weights
@@ -44,6 +45,7 @@ def _channels_last(graph: Graph, judge: Judge) -> Graph:
 
 PASSES: dict[str, Callable[[Graph, Judge], Iterator[Graph]]] = {
     "narrow_indices": _once(lambda graph, judge: narrow_indices(graph)),
+    "narrow_masks": _once(lambda graph, judge: narrow_masks(graph)),
     "channels_last": _once(_channels_last),
     "split_convolutions": _once(lambda graph, judge: split_convolutions(graph)),
     "transpose_weights": _once(transpose_weights),

@@ -1,0 +1,95 @@
+"""Compile a C++ source of this folder on first use, and keep the result on disk for the next process.
+
+The file name holds everything the machine code depends on: the source, the command, torch's version and the
+processor's flags. One process compiles, others wait at a lock; the result is renamed into place when it is whole, so
+that nobody loads half a library even where locks are not honoured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+from encore.folders import cache_directory
+
+VECTOR_FLAGS = {
+    "AVX512": ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
+    "AVX2": ("-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
+}
+"""Without them PyTorch's vector headers fall back to loops over arrays."""
+
+
+class BuildError(Exception):
+    """A source could not be compiled or loaded; the message says why."""
+
+
+@functools.cache
+def library(name: str) -> ctypes.CDLL:
+    """The compiled form of `name`.cpp; raises `BuildError` where there is no compiler or it refuses."""
+    source = Path(__file__).with_name(f"{name}.cpp")
+    command = compile_command()
+    facts = "\n".join((source.read_text(), *command, torch.__version__, _processor_flags()))
+    target = cache_directory() / "native" / f"{name}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
+    try:
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(target.with_suffix(".lock")):
+                if not target.exists():
+                    _compile(source, command, target)
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise BuildError(f"{target} cannot be made or loaded: {error}") from error
+
+
+def compile_command() -> list[str]:
+    """The compiler and its flags, without source and target."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    compiler = chosen or [next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), "")]
+    if not compiler[0] or not shutil.which(compiler[0]):
+        raise BuildError(f"there is no C++ compiler ({compiler[0] or 'c++, g++ or clang++'} is not on the path)")
+    vector = VECTOR_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())
+    includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    flags = ["-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-w", *vector]
+    return [*compiler, *flags, *includes, *libraries, "-ltorch_cpu", "-lc10"]
+
+
+def _compile(source: Path, command: list[str], target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as aside:
+        made = Path(aside) / target.name
+        done = subprocess.run(
+            [*command[:1], str(source), *command[1:], "-o", str(made)], capture_output=True, text=True
+        )
+        if done.returncode:
+            said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
+            raise BuildError(f"the C++ compiler refused {source.name}: {said}")
+        made.replace(target)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _processor_flags() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
