@@ -61,10 +61,13 @@ class Seconds:
             return self._of_kernel(graph, op)
         if op.kind is OpClass.VIEW or isinstance(op.target, DrawState):
             return self._rates.view
-        answers = self._answers.setdefault(graph, {})
-        if (op.id, over) not in answers:
-            answers[op.id, over] = self._of_operator(graph, op, over)
-        return answers[op.id, over]
+        answers = self._answers.get(graph)
+        if answers is None:
+            answers = self._answers[graph] = {}
+        known = answers.get((op.id, over))
+        if known is None:
+            known = answers[op.id, over] = self._of_operator(graph, op, over)
+        return known
 
     def inside(self, graph: Graph, op: Op) -> float:
         """Seconds that a cheap operator takes as a kernel of its own, or at most adds to one."""
