@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -62,6 +63,19 @@ def encore_backend(
     """`torch.compile(model, backend="encore", options={"budget": "2GiB"})`."""
     session = Session("torch.compile", make_options({**(options or {}), **unknown}), one_graph=True)
     return GraphCompiler(session)(module, inputs)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Planning makes a million small objects that stay, and no cycles: Python's collector would look through them, and
+    through the traced graph, again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class GraphCompiler:
@@ -123,11 +137,12 @@ class _GraphCompilation:
             joint = self.repeats.joint(joint)
         self._lap("capture" if self.repeats is None else "capture of repeats")
         try:
-            graph = build_graph(
-                joint,
-                primals=torch_private.primals(joint, self.module, self.inputs),
-                returned=torch_private.returned_outputs(joint, num_outputs),
-            )
+            with _collector_paused():
+                graph = build_graph(
+                    joint,
+                    primals=torch_private.primals(joint, self.module, self.inputs),
+                    returned=torch_private.returned_outputs(joint, num_outputs),
+                )
         except UnsupportedGraphError as unsupported:
             self.session.plain.append(PlainGraph(self.name, str(unsupported)))
             warnings.warn(f"encore: {self.name} runs as plain PyTorch: {unsupported}", stacklevel=2)
@@ -137,10 +152,11 @@ class _GraphCompilation:
         self._lap("verify")
         reason, line = torch_private.break_reason(self.module) or ("", "")
         with torch_private.real_tensors():
-            unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
-            kept = self._rewritten(unplanned)
-            planner = self._planner(kept)
-            offers = self._offers(graph, planner, torch_private.checkpointed(joint))
+            with _collector_paused():
+                unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
+                kept = self._rewritten(unplanned)
+                planner = self._planner(kept)
+                offers = self._offers(graph, planner, torch_private.checkpointed(joint))
             fused = self._pick(graph, planner, offers)
             self.session.workspaces.save()
             self.session.seconds.save()
@@ -247,7 +263,8 @@ class _GraphCompilation:
         there makes room for the next."""
         options, earlier = self.session.options, self.session.plans_of_step_so_far()
         while True:
-            mine = offers[0] if options.plan is not None else choose(offers, options, earlier=earlier)
+            with _collector_paused():
+                mine = offers[0] if options.plan is not None else choose(offers, options, earlier=earlier)
             offer = self._as_other_ranks(captured, planner, mine)
             self._lap("plan")
             if planner.fuse is None:
