@@ -212,15 +212,14 @@ class _Recomputation:
         heavy, light, melted, cost = sketch.heavy, sketch.light, sketch.melted, sketch.cost
         asks = {value: [ask for ask in sketch.asks[value] if ask[0] in again] for value in again}
         for position, barriers, asked in sketch.reads:
-            pending = list(asked)
+            pending = [ask for ask in asked if ask[0] in again]
+            if len(pending) < len(asked):
+                self.last_use.update((value, position) for value, _, _ in asked if value not in again)
             while pending:
                 wanted, melts, direct = pending.pop()
-                if wanted not in again:
-                    self.last_use[wanted] = position
-                    continue
                 copy = copies.get(wanted)
                 if copy is not None:
-                    if heavy[wanted] or barriers - copy[2] <= PATIENCE:
+                    if barriers - copy[2] <= PATIENCE or heavy[wanted]:
                         copy[1], copy[2] = position, barriers
                         copy[3] |= not melts
                         continue
