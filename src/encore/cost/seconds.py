@@ -86,10 +86,13 @@ class Seconds:
         """Time again, at other moments, what most of the step goes into and was timed just now. A single look may fall
         into a moment when the machine has other things to do; the best of several seldom does."""
         graph, spent = schedule.graph, collections.defaultdict[str, float](float)
-        for action in (*schedule.forward, *schedule.backward):
-            if isinstance(action, Run) and graph.ops[action.op].kind is not OpClass.VIEW:
-                op = graph.ops[action.op]
-                spent[_operator(graph, _as_first_drawn(op), action.over)] += self(graph, op, action.over)
+        runs = (action for action in (*schedule.forward, *schedule.backward) if isinstance(action, Run))
+        costs = [(graph.ops[run.op], run.over, self(graph, graph.ops[run.op], run.over)) for run in runs]
+        if not self._fresh:
+            return
+        for op, over, seconds in costs:
+            if op.kind is not OpClass.VIEW:
+                spent[_operator(graph, _as_first_drawn(op), over)] += seconds
         total = sum(spent.values())
         large = [(key, share) for key in spent if (share := spent[key] / total) >= LEAST_SHARE]
         for _ in range(ROUNDS):
