@@ -81,17 +81,18 @@ def _collector_paused() -> Iterator[None]:
 class GraphCompiler:
     """A Dynamo backend that files what it compiles under one session."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, compilation: Callable[..., GraphCompilation] | None = None) -> None:
         self.session = session
+        self.compilation = compilation or GraphCompilation
         self.__name__ = "encore"
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.session.remember_tensors(inputs)
         torch_private.pin_sizes(module)
-        return _GraphCompilation(self.session, module, inputs).compile()
+        return self.compilation(self.session, module, inputs).compile()
 
 
-class _GraphCompilation:
+class GraphCompilation:
     """One graph on its way from Dynamo to callables."""
 
     def __init__(self, session: Session, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -132,10 +133,14 @@ class _GraphCompilation:
         )
 
     def partition(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Plan the joint graph; AOTAutograd gets a shell with the right inputs and outputs."""
+        """Plan the joint graph, which AOTAutograd has traced or only the edges of."""
         if self.repeats is not None:
             joint = self.repeats.joint(joint)
         self._lap("capture" if self.repeats is None else "capture of repeats")
+        return self.split(joint, num_outputs)
+
+    def split(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Plan the whole joint graph; AOTAutograd gets a shell with the right inputs and outputs."""
         try:
             with _collector_paused():
                 graph = build_graph(
