@@ -11,7 +11,16 @@ import torch
 import encore
 from encore.bench.machine import this_machine
 from encore.bench.plan import BLOCKS, SIZES, PlanOutcome, PlanSuite, checkpointed
-from encore.bench.plan_table import COLUMNS, cells, page, render, summary
+from encore.bench.plan_table import (
+    COLUMNS,
+    PLANNING_COLUMNS,
+    cells,
+    page,
+    planning_cells,
+    render,
+    summary,
+)
+from encore.bench.planning import PlanningTime, planning_time
 from encore.workloads import WORKLOADS, tiny
 
 MIB = 2**20
@@ -34,7 +43,8 @@ def suite() -> PlanSuite:
         outcome("Encore, budget='min'", 20 * MIB, 1.5, predicted=20 * MIB, plan_seconds=0.25),
         PlanOutcome("torch.compile", failure="RuntimeError: no"),
     )
-    return PlanSuite(this_machine(), True, 2, {"transformer": found}, {"transformer": 10 * MIB})
+    planning = PlanningTime("nmt", 10_000, 7_500, 2.5, {"facts": 0.5, "verify": 0.1, "plan": 1.9}, 5.0)
+    return PlanSuite(this_machine(), True, 2, {"transformer": found}, {"transformer": 10 * MIB}, (planning,))
 
 
 def test_what_it_comes_to_is_told_in_sentences() -> None:
@@ -52,6 +62,21 @@ def test_a_row_says_what_was_predicted_and_a_failure_says_why() -> None:
     assert rows["Encore"][2:8] == ("40.00 MiB", "2.50x", "40.00 MiB", "500.0 ms", "0.97", "480.0 ms")
     assert rows["activation_memory_budget 0.1"][-1] == "own draws"
     assert rows["torch.compile"][2] == "failed: RuntimeError: no"
+
+
+def test_the_time_to_plan_is_told_beside_that_of_pytorch() -> None:
+    (planning,) = suite().planning
+    assert planning_cells(planning) == ("nmt", "10,000", "7,500", "2.50 s", "5.00 s", "0.50")
+    assert len(PLANNING_COLUMNS) == len(planning_cells(planning))
+    assert "10,000" in render(suite())
+    assert "| nmt | 10,000 | 7,500 | 2.50 s | 5.00 s | 0.50 |" in page(suite())
+
+
+def test_planning_is_timed_on_the_graph_that_pytorch_splits() -> None:
+    found = planning_time(lambda: tiny("transformer"))
+    assert found.nodes > found.operators > 100
+    assert found.encore == sum(found.stages.values()) > 0
+    assert found.pytorch > 0
 
 
 def test_table_page_and_json_hold_every_row() -> None:

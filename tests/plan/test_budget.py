@@ -24,8 +24,8 @@ def unplanned() -> Plan:
 def plan(name: str, step_peak: int, overhead: float) -> Plan:
     """The perceptron's plan, with another peak and another price."""
     timeline = unplanned().timeline
-    worst = dataclasses.replace(timeline.moments[timeline.worst], peak=step_peak)
-    others = [dataclasses.replace(moment, peak=0) for moment in timeline.moments]
+    worst = timeline.moments[timeline.worst]._replace(peak=step_peak)
+    others = [moment._replace(peak=0) for moment in timeline.moments]
     others[timeline.worst] = worst
     return dataclasses.replace(
         unplanned(), name=name, overhead=overhead, timeline=dataclasses.replace(timeline, moments=tuple(others))

@@ -153,3 +153,16 @@ def test_a_sweep_over_budgets_of_a_deep_network_is_monotone() -> None:
         assert planned.resident + planned.planned.step_peak <= share * unplanned
         peaks.append((planned.planned.step_peak, -planned.planned.overhead))
     assert peaks == sorted(peaks)
+
+
+def test_the_kept_plan_is_fused_once() -> None:
+    fused: list[Plan] = []
+
+    def fuse(plan: Plan) -> Plan:
+        fused.append(plan)
+        return plan
+
+    planner = Planner(kept_step(0), no_workspace, ByBytes(), fuse=fuse)
+    kept = planner.offers()[0]
+    assert kept.plan.schedule is planner.runs.schedule
+    assert fused == [planner.kept]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from captured import captured, named
 from encore.errors import IllegalGraphError
-from encore.schedule import Action, Free, Fused, Run, Schedule, fuse, replay, simulate
-from encore.schedule.fusion import MOST_OPERANDS
+from encore.schedule import Action, Free, Fused, Fusion, Run, Schedule, fuse, replay, simulate
+from encore.schedule.fusion import MOST_OPERANDS, _Grouping
 
 
 def schedule_of(function: Callable[..., Any], *args: Any) -> Schedule:
@@ -286,6 +286,28 @@ def test_a_refused_kernel_is_taken_apart_and_the_schedule_stays_legal(which: str
         assert left == []
         assert sorted(spoken(schedule)) == sorted(spoken(apart))
         assert replay(schedule) == replay(apart)
+
+
+def test_a_step_is_grouped_once_whatever_is_refused_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return ((x.sin() * 2) @ weight).exp().tanh()
+
+    apart = schedule_of(function, matrix(), matrix())
+    grouped: list[_Grouping] = []
+    items = _Grouping.items
+
+    def counted(grouping: _Grouping) -> Any:
+        grouped.append(grouping)
+        return items(grouping)
+
+    monkeypatch.setattr(_Grouping, "items", counted)
+    fusion = Fusion(apart)
+    together = fusion.without(lambda action: False)
+    separate = fusion.without(lambda action: True)
+    again = fusion.without(lambda action: False)
+    assert len(grouped) == 2  # forward and backward
+    assert kernels(separate.forward + separate.backward) == []
+    assert together.describe() == again.describe() == fuse(apart).describe()
 
 
 # -- writing over ----------------------------------------------------------------------------------------------------

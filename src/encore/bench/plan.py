@@ -26,6 +26,8 @@ from torch.utils.checkpoint import checkpoint
 import encore
 from encore.bench.compare import WARM_UP, Trainee, gradients, median_ratio, relative_distance, times_in_turns
 from encore.bench.machine import Machine, this_machine
+from encore.bench.planning import SIZES as PLANNING_SIZES
+from encore.bench.planning import PlanningTime, planning_time
 from encore.progress import progress
 from encore.workloads import TINY_SIZES, Workload, build
 
@@ -86,6 +88,8 @@ class PlanSuite:
     """By workload."""
     gradients: dict[str, int]
     """Bytes of the gradients themselves, by workload: no plan takes those away."""
+    planning: tuple[PlanningTime, ...] = ()
+    """How long it takes to plan large graphs."""
 
     def to_json(self) -> str:
         return json.dumps({"encore_bench_plan": 1, **asdict(self)}, indent=2)
@@ -101,7 +105,12 @@ def run_plan(*, quick: bool = False) -> PlanSuite:
         gradient_bytes[name] = sum(parameter.nbytes for parameter in make().model.parameters())
         torch.compiler.reset()
         gc.collect()
-    return PlanSuite(this_machine(), quick, rounds, outcomes, gradient_bytes)
+    with progress("planning", len(PLANNING_SIZES)) as tell:
+        planning = []
+        for name, sizes in PLANNING_SIZES.items():
+            planning.append(planning_time(functools.partial(build, name, **(TINY_SIZES[name] if quick else sizes))))
+            tell(f"{name}: planned twice")
+    return PlanSuite(this_machine(), quick, rounds, outcomes, gradient_bytes, tuple(planning))
 
 
 class _Contest:

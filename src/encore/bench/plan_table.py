@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from encore.bench.plan import PlanOutcome, PlanSuite
+from encore.bench.planning import PlanningTime
 from encore.bench.table import machine_rows, markdown_row, seconds_text
 from encore.units import bytes_text
 
@@ -15,6 +17,7 @@ COLUMNS = (
     "workload", "system", "peak", "less than eager", "predicted", "step", "/ eager", "predicted step", "plan",
     "first step", "gradients",
 )  # fmt: skip
+PLANNING_COLUMNS = ("workload", "joint nodes", "operators", "Encore", "PyTorch", "Encore / PyTorch")
 OWN_DRAWS = 0.1
 """A distance beyond this is no rounding: the system draws other dropout masks than eager does."""
 READING = """\
@@ -23,6 +26,9 @@ All systems run in one process for each workload, in turns, on the same seed and
 **/ eager** is the median over the rounds of the step time over eager's in the same round. **Plan** is the time spent
 on planning in the first step (measuring operators for the first time included). **Gradients** is the distance of all
 gradients from eager's, relative to their size; a system that draws its own dropout masks has none."""
+
+PLANNING = """\
+From the traced joint graph to the chosen plan, beside `min_cut_rematerialization_partition` on the same graph."""
 
 
 def cells(workload: str, found: PlanOutcome) -> tuple[str, ...]:
@@ -40,6 +46,17 @@ def cells(workload: str, found: PlanOutcome) -> tuple[str, ...]:
         "" if found.plan_seconds is None else seconds_text(found.plan_seconds),
         seconds_text(found.first_step),
         "own draws" if found.gradient_difference > OWN_DRAWS else f"{found.gradient_difference:.1e}",
+    )
+
+
+def planning_cells(found: PlanningTime) -> tuple[str, ...]:
+    return (
+        found.workload,
+        f"{found.nodes:,}",
+        f"{found.operators:,}",
+        seconds_text(found.encore),
+        seconds_text(found.pytorch),
+        f"{found.encore / found.pytorch:.2f}",
     )
 
 
@@ -70,17 +87,23 @@ def _rows(suite: PlanSuite) -> list[tuple[str, ...]]:
 
 
 def render(suite: PlanSuite) -> str:
-    """A table for a terminal, and what it comes to."""
+    """Tables for a terminal, and what they come to."""
+    outcomes = _terminal(COLUMNS, _rows(suite), words=2)
+    planning = _terminal(PLANNING_COLUMNS, [planning_cells(found) for found in suite.planning], words=1)
+    return "\n".join([outcomes, "", *summary(suite), "", PLANNING, "", planning])
+
+
+def _terminal(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
+    """A table whose first columns are words, and the others figures."""
     buffer = io.StringIO()
     console = Console(file=buffer, width=180, color_system=None, highlight=False)
     table = Table(box=None, pad_edge=False)
-    for position, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if position > 1 else "left", no_wrap=True)
-    for row in _rows(suite):
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="right" if position >= words else "left", no_wrap=True)
+    for row in rows:
         table.add_row(*row)
     console.print(table)
-    text = "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines())
-    return "\n".join([text, "", *summary(suite)])
+    return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines())
 
 
 def page(suite: PlanSuite) -> str:
@@ -88,6 +111,8 @@ def page(suite: PlanSuite) -> str:
     lines = ["# Recomputation beside what people would use instead", "", "Written by `encore bench plan --docs`.", ""]
     lines += [*READING.splitlines(), "", markdown_row(COLUMNS), markdown_row(["---"] * len(COLUMNS))]
     lines += [*(markdown_row(row) for row in _rows(suite)), "", *(f"- {line}" for line in summary(suite)), ""]
-    lines += [f"- {suite.rounds} rounds a workload, after warm-up", "", "## The machine", ""]
+    lines += [f"- {suite.rounds} rounds a workload, after warm-up", "", "## Time to plan", "", PLANNING, ""]
+    lines += [markdown_row(PLANNING_COLUMNS), markdown_row(["---"] * len(PLANNING_COLUMNS))]
+    lines += [*(markdown_row(planning_cells(found)) for found in suite.planning), "", "## The machine", ""]
     lines += [*(f"- {name}: {value}" for name, value in machine_rows(suite.machine)), ""]
     return "\n".join(lines)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -64,20 +65,34 @@ def encore_backend(
     return GraphCompiler(session)(module, inputs)
 
 
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Planning makes a million small objects that stay, and no cycles: Python's collector would look through them, and
+    through the traced graph, again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class GraphCompiler:
     """A Dynamo backend that files what it compiles under one session."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, compilation: Callable[..., GraphCompilation] | None = None) -> None:
         self.session = session
+        self.compilation = compilation or GraphCompilation
         self.__name__ = "encore"
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.session.remember_tensors(inputs)
         torch_private.pin_sizes(module)
-        return _GraphCompilation(self.session, module, inputs).compile()
+        return self.compilation(self.session, module, inputs).compile()
 
 
-class _GraphCompilation:
+class GraphCompilation:
     """One graph on its way from Dynamo to callables."""
 
     def __init__(self, session: Session, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -118,16 +133,21 @@ class _GraphCompilation:
         )
 
     def partition(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Plan the joint graph; AOTAutograd gets a shell with the right inputs and outputs."""
+        """Plan the joint graph, which AOTAutograd has traced or only the edges of."""
         if self.repeats is not None:
             joint = self.repeats.joint(joint)
         self._lap("capture" if self.repeats is None else "capture of repeats")
+        return self.split(joint, num_outputs)
+
+    def split(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Plan the whole joint graph; AOTAutograd gets a shell with the right inputs and outputs."""
         try:
-            graph = build_graph(
-                joint,
-                primals=torch_private.primals(joint, self.module, self.inputs),
-                returned=torch_private.returned_outputs(joint, num_outputs),
-            )
+            with _collector_paused():
+                graph = build_graph(
+                    joint,
+                    primals=torch_private.primals(joint, self.module, self.inputs),
+                    returned=torch_private.returned_outputs(joint, num_outputs),
+                )
         except UnsupportedGraphError as unsupported:
             self.session.plain.append(PlainGraph(self.name, str(unsupported)))
             warnings.warn(f"encore: {self.name} runs as plain PyTorch: {unsupported}", stacklevel=2)
@@ -137,10 +157,11 @@ class _GraphCompilation:
         self._lap("verify")
         reason, line = torch_private.break_reason(self.module) or ("", "")
         with torch_private.real_tensors():
-            unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
-            kept = self._rewritten(unplanned)
-            planner = self._planner(kept)
-            offers = self._offers(graph, planner, torch_private.checkpointed(joint))
+            with _collector_paused():
+                unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
+                kept = self._rewritten(unplanned)
+                planner = self._planner(kept)
+                offers = self._offers(graph, planner, torch_private.checkpointed(joint))
             fused = self._pick(graph, planner, offers)
             self.session.workspaces.save()
             self.session.seconds.save()
@@ -247,7 +268,8 @@ class _GraphCompilation:
         there makes room for the next."""
         options, earlier = self.session.options, self.session.plans_of_step_so_far()
         while True:
-            mine = offers[0] if options.plan is not None else choose(offers, options, earlier=earlier)
+            with _collector_paused():
+                mine = offers[0] if options.plan is not None else choose(offers, options, earlier=earlier)
             offer = self._as_other_ranks(captured, planner, mine)
             self._lap("plan")
             if planner.fuse is None:

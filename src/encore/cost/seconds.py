@@ -61,10 +61,13 @@ class Seconds:
             return self._of_kernel(graph, op)
         if op.kind is OpClass.VIEW or isinstance(op.target, DrawState):
             return self._rates.view
-        answers = self._answers.setdefault(graph, {})
-        if (op.id, over) not in answers:
-            answers[op.id, over] = self._of_operator(graph, op, over)
-        return answers[op.id, over]
+        answers = self._answers.get(graph)
+        if answers is None:
+            answers = self._answers[graph] = {}
+        known = answers.get((op.id, over))
+        if known is None:
+            known = answers[op.id, over] = self._of_operator(graph, op, over)
+        return known
 
     def inside(self, graph: Graph, op: Op) -> float:
         """Seconds that a cheap operator takes as a kernel of its own, or at most adds to one."""
@@ -83,10 +86,13 @@ class Seconds:
         """Time again, at other moments, what most of the step goes into and was timed just now. A single look may fall
         into a moment when the machine has other things to do; the best of several seldom does."""
         graph, spent = schedule.graph, collections.defaultdict[str, float](float)
-        for action in (*schedule.forward, *schedule.backward):
-            if isinstance(action, Run) and graph.ops[action.op].kind is not OpClass.VIEW:
-                op = graph.ops[action.op]
-                spent[_operator(graph, _as_first_drawn(op), action.over)] += self(graph, op, action.over)
+        runs = (action for action in (*schedule.forward, *schedule.backward) if isinstance(action, Run))
+        costs = [(graph.ops[run.op], run.over, self(graph, graph.ops[run.op], run.over)) for run in runs]
+        if not self._fresh:
+            return
+        for op, over, seconds in costs:
+            if op.kind is not OpClass.VIEW:
+                spent[_operator(graph, _as_first_drawn(op), over)] += seconds
         total = sum(spent.values())
         large = [(key, share) for key in spent if (share := spent[key] / total) >= LEAST_SHARE]
         for _ in range(ROUNDS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,13 +18,23 @@ def signature(graph: Graph, op: Op) -> str:
         if isinstance(argument, Ref):
             value = graph.values[argument.value]
             device = "" if value.storage is None else graph.storages[value.storage].device
-            return f"{value.dtype}{list(value.shape)}{list(value.stride)}{device}"
+            return _layout(value.dtype, value.shape, value.stride, device)
         if isinstance(argument, tuple | list):
             return f"({','.join(text(item) for item in argument)})"
         return repr(argument)
 
     options = ",".join(f"{key}={text(argument)}" for key, argument in sorted(op.kwargs.items()))
-    return f"{op.target} {text(op.args)} {options} threads={torch.get_num_threads()}"
+    return f"{_name(op.target)} {text(op.args)} {options} threads={torch.get_num_threads()}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(dtype: torch.dtype | None, shape: tuple[int, ...], stride: tuple[int, ...], device: str) -> str:
+    return f"{dtype}{list(shape)}{list(stride)}{device}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _name(target: Any) -> str:
+    return str(target)
 
 
 def is_pure_aten(op: Op) -> bool:

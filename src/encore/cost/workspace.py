@@ -60,17 +60,20 @@ class Workspaces:
             return _bound_of_kernel(graph, op) if known is None else known
         if op.kind is OpClass.VIEW:
             return 0
-        answers = self._answers.setdefault(graph, {})
-        if op.id not in answers:
-            answers[op.id] = self._answer(graph, op)
-        return answers[op.id]
+        answers = self._answers.get(graph)
+        if answers is None:
+            answers = self._answers[graph] = {}
+        known = answers.get(op.id)
+        if known is None:
+            known = answers[op.id] = self._answer(graph, op)
+        return known
 
     def _answer(self, graph: Graph, op: Op) -> int:
         if not is_pure_aten(op):
             if isinstance(op.target, DrawAgain):  # the state that the generator goes back to
                 return BOXED_SCALARS + graph.bytes_of(op.reads[0])
             return BOXED_SCALARS if op.kind is OpClass.RANDOM else 0
-        if torch.Tag.pointwise in op.target.tags:
+        if is_pointwise(op.target):
             return _pointwise(graph, op)
         key = f"workspace {signature(graph, op)}"
         if key not in self._known:
@@ -98,6 +101,8 @@ class Workspaces:
 def _pointwise(graph: Graph, op: Op) -> int:
     """A number among the operands is boxed; an operand of another type is cast into a temporary."""
     boxed = BOXED_SCALARS if any(isinstance(argument, int | float) for argument in op.args) else 0
+    if len({graph.values[value].dtype for value in op.reads}) < 2:
+        return boxed
     operands = [graph.values[value] for value in op.reads if graph.values[value].dtype is not None]
     shaped = [value for value in operands if value.shape] or operands
     if len({value.dtype for value in shaped}) < 2:

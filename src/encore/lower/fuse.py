@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from encore.lower.kernels import CompiledKernel, KernelStore
 from encore.plan import Plan
-from encore.schedule import Fused, Schedule, Timeline, fuse, simulate
+from encore.schedule import Fused, Fusion, Schedule, Timeline, simulate
 from encore.schedule.kernel import Kernel
 
 if TYPE_CHECKING:
@@ -44,13 +44,14 @@ def fuse_plan(plan: Plan, workspaces: Workspaces, store: KernelStore, *, compile
     refused: dict[str, str] = {}
     apart: dict[str, set[tuple[int, ...]]] = {}
     fresh = 0
+    fusion = Fusion(plan.schedule)
 
     def separate(action: Fused) -> bool:
         taken = apart.get(action.kernel.key, ())
         return action.kernel.key in refused or len(taken) > FEW or action.ops in taken
 
     for _ in range(MOST_TAKEN_APART):
-        schedule = fuse(plan.schedule, separate)
+        schedule = fusion.without(separate)
         kernels = kernels_of(schedule)
         compiled: Mapping[str, CompiledKernel] = {}
         if compile_kernels:

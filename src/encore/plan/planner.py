@@ -67,7 +67,7 @@ class Planner:
     def as_it_is(self) -> Offer:
         """Keeping everything."""
         if self.reference is self:
-            return Offer(self.runs.timeline.step_peak, 0.0, lambda: self.kept, self.fuse or (lambda plan: plan))
+            return Offer(self.runs.timeline.step_peak, 0.0, build=lambda: self.kept, fuse=lambda plan: self.runs)
         return self.offer(frozenset(), self.runs.timeline.step_peak, self._overhead(self.kept_seconds))
 
     def _offer(self, outline: Outline) -> Offer:

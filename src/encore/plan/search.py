@@ -121,7 +121,6 @@ class Search:
         sketch, worst = self.sketch, outline.worst
         gain, cost = 0, 0.0
         extended: set[int] = set()
-        again = outline.dropped | sketch.melting | values
         sample = sorted(values)[:: max(1, len(values) // SAMPLE)]
         for value in sample:
             if self._alive(outline, value):
@@ -134,8 +133,9 @@ class Search:
                 if source in seen or source not in sketch.made_at:
                     continue
                 seen.add(source)
-                if source in again:
-                    if source not in values:
+                again = source in values
+                if again or source in outline.dropped or source in sketch.melting:
+                    if not again:
                         cost += sketch.melted[source] if sketch.light[source] else sketch.cost[source]
                     if not sketch.heavy[source]:
                         pending += sketch.inputs[source]

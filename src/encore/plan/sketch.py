@@ -29,6 +29,9 @@ class Seconds(Protocol):
     def inside(self, graph: Graph, op: Op) -> float: ...
 
 
+_Asked = tuple[int, bool, bool]
+"""A value, whether it could melt into the kernel that asks for it, and whether that is backward's own."""
+
 MELTED = 0.35
 """What a cheap operator costs inside of a kernel that runs anyway, as a share of its cost by itself."""
 
@@ -113,10 +116,15 @@ class Sketch:
         self.size = {value: self.graph.bytes_of(value) for value in self.made_at}
         self.light = {value: self.fused and is_fusible(self._maker(value).target) for value in self.made_at}
         self.heavy = {value: self._maker(value).kind is OpClass.HEAVY for value in self.made_at}
+        self.asks: dict[int, list[_Asked]] = {
+            value: [(source, self.light[value], False) for source in sources if source in self.made_at]
+            for value, sources in self.inputs.items()
+        }
+        """What making a value again asks for."""
 
     def _read_backward(self, actions: list[Fused | Run]) -> None:
-        """For every position: the forward values it reads, whether it is a kernel, and how many barriers lie before."""
-        self.reads: list[tuple[int, int, bool, tuple[int, ...]]] = []
+        """For every position: how many barriers lie before it, and the forward values it asks for, the first last."""
+        self.reads: list[tuple[int, int, list[_Asked]]] = []
         barriers = 0
         for position, action in enumerate(actions, self.first_backward):
             ops = action.ops if isinstance(action, Fused) else (action.op,)
@@ -128,7 +136,7 @@ class Sketch:
             )
             light = isinstance(action, Fused) or (self.fused and is_fusible(self.graph.ops[action.op].target))
             if owners_read:
-                self.reads.append((position, barriers, light, tuple(owners_read)))
+                self.reads.append((position, barriers, [(owner, light, True) for owner in reversed(owners_read)]))
             barriers += not light
 
     def _cost(self) -> None:
@@ -144,16 +152,16 @@ class Sketch:
 
     def _take_saved_off(self) -> None:
         """The profile without the feature maps: every choice puts back what it keeps."""
-        change = np.zeros(len(self.profile) + 1, dtype=np.int64)
+        change = [0] * (len(self.profile) + 1)
         kept = self._last_uses()
         for value in self.saved:
             self._lay(change, value, self.made_at[value], kept.get(value, self.last_forward[value]), -1)
         self.profile += np.cumsum(change[:-1])
 
     def _last_uses(self) -> dict[int, int]:
-        return {value: position for position, _, _, values in self.reads for value in values}
+        return {value: position for position, _, asked in self.reads for value, _, _ in asked}
 
-    def _lay(self, change: np.ndarray, value: int, first: int, last: int, sign: int = 1) -> None:
+    def _lay(self, change: list[int], value: int, first: int, last: int, sign: int = 1) -> None:
         change[first] += sign * self.size[value]
         change[last + 1] -= sign * self.size[value]
 
@@ -163,10 +171,6 @@ class Sketch:
         """What it comes to if backward makes the `dropped` values again, and cheap values on the way to them."""
         chosen = frozenset(dropped)
         recomputation = _Recomputation(self, chosen | self.melting)
-        for position, barriers, light, values in self.reads:
-            for value in values:
-                recomputation.need(value, position, barriers, light)
-        recomputation.finish()
         change, last_use = recomputation.change, recomputation.last_use
         for value, last in last_use.items():
             if value in self.saved or value not in self.allocated:
@@ -188,44 +192,48 @@ class _Recomputation:
 
     def __init__(self, sketch: Sketch, again: frozenset[int]) -> None:
         self.sketch = sketch
-        self.again = again
-        self.change = np.zeros(len(sketch.profile) + 1, dtype=np.int64)
-        self.spikes = np.zeros(len(sketch.profile), dtype=np.int64)
+        self.change = [0] * (len(sketch.profile) + 1)
+        self.spikes = [0] * len(sketch.profile)
         self.last_use: dict[int, int] = {}
         self.seconds = 0.0
         self.copies: dict[int, list[int]] = {}
-        """Value -> first position, last position, barriers at its last use, whether it has memory."""
+        """Value -> first position, last position, barriers at its last use, whether it has memory, whether backward
+        itself asked for it."""
+        self._walk(again)
+        for value, copy in self.copies.items():
+            self._let_go(value, copy)
+            for source, _, _ in sketch.asks[value]:
+                if source not in again and self.last_use.get(source, -1) < copy[0]:
+                    self.last_use[source] = copy[0]
 
-    def need(self, value: int, position: int, barriers: int, light: bool) -> None:
-        sketch = self.sketch
-        pending = [(value, light, True)]
-        while pending:
-            wanted, melts, direct = pending.pop()
-            if wanted not in self.again:
-                if wanted in sketch.made_at:
-                    self.last_use[wanted] = position
-                continue
-            copy = self.copies.get(wanted)
-            if copy is not None:
-                if sketch.heavy[wanted] or barriers - copy[2] <= PATIENCE:
-                    copy[1], copy[2] = position, barriers
-                    copy[3] |= not melts
-                    continue
-                self._let_go(wanted, copy)
-            melts = melts and sketch.light[wanted]
-            self.copies[wanted] = [position, position, barriers, not melts, direct]
-            self.seconds += sketch.melted[wanted] if melts else sketch.cost[wanted]
-            pending += [(source, sketch.light[wanted], False) for source in sketch.inputs[wanted]]
+    def _walk(self, again: frozenset[int]) -> None:
+        """One loop over all that is asked for: it goes round a million times a search."""
+        sketch, copies = self.sketch, self.copies
+        heavy, light, melted, cost = sketch.heavy, sketch.light, sketch.melted, sketch.cost
+        asks = {value: [ask for ask in sketch.asks[value] if ask[0] in again] for value in again}
+        for position, barriers, asked in sketch.reads:
+            pending = [ask for ask in asked if ask[0] in again]
+            if len(pending) < len(asked):
+                self.last_use.update((value, position) for value, _, _ in asked if value not in again)
+            while pending:
+                wanted, melts, direct = pending.pop()
+                copy = copies.get(wanted)
+                if copy is not None:
+                    if barriers - copy[2] <= PATIENCE or heavy[wanted]:
+                        copy[1], copy[2] = position, barriers
+                        copy[3] |= not melts
+                        continue
+                    self._let_go(wanted, copy)
+                melts = melts and light[wanted]
+                copies[wanted] = [position, position, barriers, not melts, direct]
+                self.seconds += melted[wanted] if melts else cost[wanted]
+                pending += asks[wanted]
 
     def _let_go(self, value: int, copy: list[int]) -> None:
         first, last, _, material, direct = copy
-        size = self.sketch.size[value]
         if last > first or (material and (direct or self.sketch.heavy[value])):
+            size = self.sketch.size[value]
             self.change[first] += size
             self.change[last + 1] -= size
         elif material:  # on the way to something else: there for a moment only
-            self.spikes[first] = max(self.spikes[first], size)
-
-    def finish(self) -> None:
-        for value, copy in self.copies.items():
-            self._let_go(value, copy)
+            self.spikes[first] = max(self.spikes[first], self.sketch.size[value])

@@ -34,9 +34,9 @@ class Editor:
         graph = self.original
         return dataclasses.replace(
             graph,
-            values=[dataclasses.replace(value, readers=list(value.readers)) for value in graph.values],
-            storages=[dataclasses.replace(storage, values=list(storage.values)) for storage in graph.storages],
-            ops=[dataclasses.replace(op) for op in graph.ops],
+            values=[value.copy(value.readers) for value in graph.values],
+            storages=[storage.copy() for storage in graph.storages],
+            ops=[op.copy(op.id) for op in graph.ops],
             outputs=list(graph.outputs),
             gradients=list(graph.gradients),
             returned=list(graph.returned),

@@ -33,7 +33,7 @@ def hoist_projections(graph: Graph, judge: Judge, chunk: int) -> Graph:
     editor = Editor(graph)
     for members in groups.values():
         if len(members) >= chunk:
-            tainted = depends_on(graph, (member.result for member in members))
+            tainted = depends_on(graph, members)
             free = [member for member in members if member.left not in tainted and member.right not in tainted]
             for start in range(0, len(free), chunk):
                 part = free[start : start + chunk]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,11 +50,13 @@ def device_of(graph: Graph, value: int) -> str:
     return graph.storages[storage].device
 
 
-def depends_on(graph: Graph, sources: Iterable[int]) -> set[int]:
-    """Every value that is computed from one of `sources`, directly or not; the sources too."""
-    tainted = set(sources)
-    for op in graph.ops:
-        if any(value in tainted for value in op.reads):
+def depends_on(graph: Graph, members: Sequence[Product]) -> set[int]:
+    """Every value up to the last of some products that is computed from the result of one of them, directly or not;
+    those results too."""
+    tainted = {member.result for member in members}
+    numbers = [member.op.id for member in members]
+    for op in graph.ops[min(numbers) : max(numbers)]:
+        if not tainted.isdisjoint(op.reads):
             tainted.update(value for value in op.writes if value is not None)
     return tainted
 

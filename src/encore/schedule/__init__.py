@@ -4,7 +4,7 @@ Nothing here chooses what to keep, and nothing here runs on real tensors.
 """
 
 from encore.schedule.actions import Action, Free, Fused, Run, Schedule
-from encore.schedule.fusion import fuse
+from encore.schedule.fusion import Fusion, fuse
 from encore.schedule.order import schedule_step
 from encore.schedule.replay import replay
 from encore.schedule.simulate import Kind, Timeline, alive_at_worst, simulate
@@ -14,6 +14,7 @@ __all__ = [
     "Action",
     "Free",
     "Fused",
+    "Fusion",
     "Kind",
     "Run",
     "Schedule",

@@ -30,31 +30,44 @@ Refused = Callable[[Fused], bool]
 
 def fuse(schedule: Schedule, refused: Refused = lambda action: False) -> Schedule:
     """The same step with its runs of cheap operators fused; what is `refused` stays separate operators."""
-    graph = schedule.graph
-    outputs = {value for value in graph.outputs if value is not None}
-    gradients = {value for value in graph.gradients if value is not None}
-    constants, saved = set(graph.constants), set(schedule.saved)
-    return Schedule(
-        graph=graph,
-        forward=_fuse_phase(graph, schedule.forward, graph.primals, outputs | saved | constants, refused),
-        backward=_fuse_phase(
-            graph, schedule.backward, (*schedule.saved, *graph.tangents), gradients | constants, refused
-        ),
-        saved=schedule.saved,
-    )
+    return Fusion(schedule).without(refused)
 
 
-def _fuse_phase(
-    graph: Graph, actions: Sequence[Action], given: Sequence[int], keep: set[int], refused: Refused
-) -> tuple[Action, ...]:
-    ops = [graph.ops[action.op] for action in actions if isinstance(action, Run)]
-    items = _Grouping(graph, ops, keep).items()
-    while True:
-        stream = free_at_last_use(graph, items, given, keep)
-        turned_down = {action.ops for action in stream if isinstance(action, Fused) and refused(action)}
-        if not turned_down:
-            return stream
-        items = _split(items, turned_down)
+class Fusion:
+    """A step with its runs of cheap operators fused, once for all that may be refused of it."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        graph = self.graph = schedule.graph
+        outputs = {value for value in graph.outputs if value is not None}
+        gradients = {value for value in graph.gradients if value is not None}
+        constants, self.saved = set(graph.constants), schedule.saved
+        self.forward = _Phase(graph, schedule.forward, graph.primals, outputs | set(self.saved) | constants)
+        self.backward = _Phase(graph, schedule.backward, (*self.saved, *graph.tangents), gradients | constants)
+
+    def without(self, refused: Refused) -> Schedule:
+        """What is `refused` stays separate operators."""
+        return Schedule(self.graph, self.forward.without(refused), self.backward.without(refused), self.saved)
+
+
+class _Phase:
+    def __init__(self, graph: Graph, actions: Sequence[Action], given: Sequence[int], keep: set[int]) -> None:
+        self.graph = graph
+        self.given = given
+        self.keep = keep
+        ops = [graph.ops[action.op] for action in actions if isinstance(action, Run)]
+        self.items = _Grouping(graph, ops, keep).items()
+        self.stream = self._streamed(self.items)
+        """With everything fused."""
+
+    def without(self, refused: Refused) -> tuple[Action, ...]:
+        items, stream = self.items, self.stream
+        while turned_down := {action.ops for action in stream if isinstance(action, Fused) and refused(action)}:
+            items = _split(items, turned_down)
+            stream = self._streamed(items)
+        return stream
+
+    def _streamed(self, items: Sequence[Item]) -> tuple[Action, ...]:
+        return free_at_last_use(self.graph, items, self.given, self.keep)
 
 
 def _split(items: Iterable[Item], turned_down: set[tuple[int, ...]]) -> list[Item]:

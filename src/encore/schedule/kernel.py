@@ -68,7 +68,7 @@ class Kernel:
     @functools.cached_property
     def text(self) -> str:
         """Everything that tells this kernel from another, as text."""
-        lines = [f"%{number} = {operand}" for number, operand in enumerate(self.operands)]
+        lines = [f"%{number} = {_operand_text(operand)}" for number, operand in enumerate(self.operands)]
         lines += [_aloud(call) for call in self.calls]
         return "\n".join([*lines, f"return {self.outputs} {self.layouts} over {self.over}"])
 
@@ -98,7 +98,17 @@ class Kernel:
 
 def _aloud(call: Call) -> str:
     kwargs = "".join(f", {name}={_text(argument)}" for name, argument in call.kwargs)
-    return f"{call.target}({', '.join(_text(argument) for argument in call.args)}{kwargs})"
+    return f"{_name(call.target)}({', '.join(_text(argument) for argument in call.args)}{kwargs})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _name(target: Any) -> str:
+    return str(target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _operand_text(operand: Operand) -> str:
+    return str(operand)
 
 
 def _text(argument: Any) -> str:

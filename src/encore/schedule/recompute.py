@@ -93,8 +93,8 @@ class _Copier:
         self.graph = graph
         self.dropped = frozenset(dropped)
         self.exact = exact
-        self.values = [dataclasses.replace(value, readers=[]) for value in graph.values]
-        self.storages = [dataclasses.replace(storage, values=list(storage.values)) for storage in graph.storages]
+        self.values = [value.copy() for value in graph.values]
+        self.storages = [storage.copy() for storage in graph.storages]
         self.forward = [op for op in graph.ops if op.forward]
         self.backward: list[Op] = []
         self.owner = owners(graph, forward_only=True)
@@ -124,7 +124,7 @@ class _Copier:
     def _numbered(self) -> Graph:
         ops = []
         for number, op in enumerate((*self.forward, *self.backward)):
-            ops.append(dataclasses.replace(op, id=number))
+            ops.append(op if op.id == number else op.copy(number))
             for written in op.writes:
                 if written is not None:
                     self.values[written].producer = number

@@ -51,9 +51,10 @@ def write_over_dying(
                     continue
                 assert value.storage is not None
                 assert result.storage is not None
-                dies = last_look.get(value.storage) == position and value.storage not in foreign
-                shared = [other for other in item.reads if other != operand and holds(other) == holds(operand)]
-                if dies and not shared and _same_window(graph, value, result):
+                if last_look.get(value.storage) != position or value.storage in foreign:
+                    continue  # somebody looks at it later
+                shared = any(other != operand and holds(other) == holds(operand) for other in item.reads)
+                if not shared and _same_window(graph, value, result):
                     over.setdefault(position, []).append((written, operand))
                     taken[result.storage] = taken.get(value.storage, value.storage)
                     break

@@ -11,6 +11,7 @@ import contextlib
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from encore.graph import Graph, Op, Role
 from encore.schedule.actions import Action, Free, Fused, Schedule
@@ -31,8 +32,10 @@ class Kind(enum.Enum):
     WORKSPACE = "workspace"
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+INDEX = {kind: index for index, kind in enumerate(Kind)}
+
+
+class Moment(NamedTuple):
     """The state right after one action, and the most that was alive while it ran."""
 
     phase: str
@@ -117,9 +120,9 @@ class _Walk:
         self.workspace = workspace
         self.external = self.graph.external
         self.storage_of = [value.storage for value in self.graph.values]
+        self.bytes_of = [storage.bytes for storage in self.graph.storages]
         self.kind_of = _kinds(schedule)
-        self.kind_index = {kind: index for index, kind in enumerate(Kind)}
-        self.looks: dict[int, int] = {}
+        self.looks = [0] * len(self.bytes_of)
         self.names: dict[int, None] = {}
         self.by_kind = [0] * len(Kind)
         self.live = 0
@@ -163,7 +166,7 @@ class _Walk:
     def charge(self, size: int, kind: Kind) -> None:
         """Memory of somebody outside that no value of the graph stands for."""
         self.live += size
-        self.by_kind[self.kind_index[kind]] += size
+        self.by_kind[INDEX[kind]] += size
 
     def let_go(self, values: Iterable[int]) -> None:
         """Somebody outside no longer keeps these."""
@@ -197,7 +200,7 @@ class _Walk:
         """One value for every storage alive now, largest storage first: the one made last where several look at it."""
         latest = {storage: value for value in self.names if (storage := self.storage_of[value]) is not None}
         for value, storage in enumerate(self.storage_of):
-            if storage is not None and self.looks.get(storage):
+            if storage is not None and self.looks[storage]:
                 latest.setdefault(storage, value)
         ours = [storage for storage in latest if storage not in self.external]
         ours.sort(key=lambda storage: -self.graph.storages[storage].bytes)
@@ -222,52 +225,48 @@ class _Walk:
         assert new is not None
         for value in self.graph.storages[old].values:
             self.storage_of[value] = new
-        if self.kind_of[old] is not self.kind_of[new]:
+        if self.kind_of[old] != self.kind_of[new]:
             self._change_kind(new, self.kind_of[old])
 
-    def _change_kind(self, storage: int, kind: Kind) -> None:
-        size = self.graph.storages[storage].bytes
-        self.by_kind[self.kind_index[self.kind_of[storage]]] -= size
-        self.by_kind[self.kind_index[kind]] += size
+    def _change_kind(self, storage: int, kind: int) -> None:
+        size = self.bytes_of[storage]
+        self.by_kind[self.kind_of[storage]] -= size
+        self.by_kind[kind] += size
         self.kind_of[storage] = kind
 
     def _look(self, storage: int | None) -> None:
         if storage is None:
             return
-        looks = self.looks.get(storage, 0)
-        self.looks[storage] = looks + 1
-        if looks == 0 and storage not in self.external:
-            self._add(storage, self.graph.storages[storage].bytes)
+        self.looks[storage] += 1
+        if self.looks[storage] == 1 and storage not in self.external:
+            self._add(storage, self.bytes_of[storage])
 
     def _look_away(self, storage: int | None) -> None:
         if storage is None:
             return
         self.looks[storage] -= 1
         if self.looks[storage] == 0 and storage not in self.external:
-            self._add(storage, -self.graph.storages[storage].bytes)
+            self._add(storage, -self.bytes_of[storage])
 
     def _add(self, storage: int, size: int) -> None:
         self.live += size
-        self.by_kind[self.kind_index[self.kind_of[storage]]] += size
+        self.by_kind[self.kind_of[storage]] += size
 
     def _count_resident(self) -> int:
-        total = 0
         for storage in self.external:
-            size = self.graph.storages[storage].bytes
-            self.by_kind[self.kind_index[self.kind_of[storage]]] += size
-            total += size
-        return total
+            self.by_kind[self.kind_of[storage]] += self.bytes_of[storage]
+        return sum(self.bytes_of[storage] for storage in self.external)
 
 
-def _kinds(schedule: Schedule) -> dict[int, Kind]:
-    """What each storage is there for; the first description that fits."""
+def _kinds(schedule: Schedule) -> list[int]:
+    """What each storage is there for, as a number; the last description that fits."""
     graph = schedule.graph
-    kinds = dict.fromkeys(range(len(graph.storages)), Kind.TEMPORARY)
+    kinds = [INDEX[Kind.TEMPORARY]] * len(graph.storages)
 
     def mark(values: Iterable[int | None], kind: Kind) -> None:
         for value in values:
             if value is not None and (storage := graph.values[value].storage) is not None:
-                kinds[storage] = kind
+                kinds[storage] = INDEX[kind]
 
     mark(graph.outputs, Kind.OUTPUT)
     mark(schedule.saved, Kind.FEATURE_MAP)
