@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from encore.workloads import TINY_SIZES, WORKLOADS, build, resnet, tiny
-from encore.workloads.nmt import ENGLISH, GERMAN, LONGEST_GROUP, english, german
+from encore.workloads.data.numerals import ENGLISH, GERMAN, LONGEST_GROUP, english, german
 
 every_workload = pytest.mark.parametrize("name", sorted(WORKLOADS))
 captured_whole = pytest.mark.parametrize("name", sorted(set(WORKLOADS) - {"speech"}))

@@ -1,12 +1,13 @@
-"""Models and data to measure Encore on: real architectures, written here, fed by data written here.
+"""Models and data to train, to measure and to show: real architectures, written here, fed by data made here.
 
 Each file holds one workload: a model in plain `torch.nn` whose `forward(*batch)` is the scalar training loss,
-so that model and loss are one compiled region, and a source of data in the same file, so that nothing is
-downloaded. Default sizes are for benchmarks (feature maps outweigh weights, a step takes a second or so on
-two cores); `tiny` sizes are for tests.
+so that model and loss are one compiled region, with what it takes to say how well the model does on data that
+it was never trained on. Where the data comes from is told in `data/`; nothing is downloaded. Default sizes are
+for benchmarks (feature maps outweigh weights, a step takes a second or so on two cores); `tiny` sizes are for
+tests.
 
-What may not live here: anything that knows of Encore (these files import torch and each other, no more),
-training loops, measurements, and models whose graph depends on the values in a batch.
+What may not live here: anything that knows of Encore, its errors aside (models import torch and each other, no
+more), training loops, measurements, and models whose graph depends on the values in a batch.
 """
 
 from collections.abc import Callable
