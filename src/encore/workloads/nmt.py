@@ -1,7 +1,8 @@
 """Neural machine translation: LSTM encoder and decoder with additive attention (Bahdanau, Cho, Bengio 2015).
 
-The task is to translate written-out numbers from English to German, whose units come before the tens
-("twenty one" is "ein und zwanzig"), so attention has a word order to learn. At each decoder step the scorer
+The task is to translate written-out numbers, or diary entries with dates, from English to German, whose units come
+before the tens ("twenty one" is "ein und zwanzig"), so attention has a word order to learn; or whatever two parallel
+files of the user's hold. At each decoder step the scorer
 makes feature maps as large as the whole encoded source, from one small state and keys that all steps share:
 the O shape that Echo recomputes (Zheng, Vijaykumar, Pekhimenko 2020).
 """
@@ -12,9 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from encore.errors import OptionError
+from encore.errors import OptionError, listed
 from encore.workloads.cell import LSTMStack, State
-from encore.workloads.data.parallel import Pair, ParallelText, numbers
+from encore.workloads.data.parallel import TASKS, Pair, ParallelText
+from encore.workloads.data.parallel_files import parallel_files
 from encore.workloads.data.vocabulary import BEGIN, END, PAD
 from encore.workloads.metrics import bleu, exact_match
 from encore.workloads.workload import (
@@ -113,17 +115,27 @@ class Translator(nn.Module):
 
 
 def workload(
-    *, batch_size: int = 128, hidden: int = 256, layers: int = 2, decoder_layers: int | None = None, steps: int = 24
+    *,
+    batch_size: int = 128,
+    hidden: int = 256,
+    layers: int = 2,
+    decoder_layers: int | None = None,
+    steps: int = 24,
+    task: str = "numbers",
+    source: str | None = None,
+    target: str | None = None,
+    vocabulary: int = 8_000,
 ) -> Workload:
     """Sentences padded to `steps` words; a batch is the source, the previous target words, and the target.
 
-    Encoder and decoder have `layers` layers each, the decoder `decoder_layers` if it is to have another number.
+    Encoder and decoder have `layers` layers each, the decoder `decoder_layers` if it is to have another number. The
+    text is that of the `task`, or that of the files `source` and `target`, with at most `vocabulary` words a side.
     """
     decoder_layers = layers if decoder_layers is None else decoder_layers
     for side, count in (("layers", layers), ("decoder_layers", decoder_layers)):
         if not 1 <= count <= MOST_LAYERS:
             raise OptionError(f"{side}={count} is out of range: 1 to {MOST_LAYERS}")
-    text = numbers(steps)
+    text = parallel_text(task, source, target, steps, vocabulary)
 
     @functools.cache
     def held_out() -> tuple[torch.Tensor, list[Pair]]:
@@ -154,6 +166,17 @@ def workload(
 
     model = Translator(len(text.source), len(text.target), hidden, layers, decoder_layers)
     return Workload("nmt", model, batch, score, recurrent_learning_rate(hidden), sample)
+
+
+def parallel_text(task: str, source: str | None, target: str | None, steps: int, vocabulary: int) -> ParallelText:
+    """From the files, if both are given, or else from the grammar of the task."""
+    if task not in TASKS:
+        raise OptionError(f"no translation task is called {task!r}; known tasks: {listed(TASKS)}")
+    if source is None and target is None:
+        return TASKS[task](steps)
+    if source is None or target is None:
+        raise OptionError("a parallel text has two sides: give both source= and target=, or neither")
+    return parallel_files(source, target, steps, vocabulary)
 
 
 def as_batch(pairs: list[Pair], text: ParallelText, steps: int) -> Batch:

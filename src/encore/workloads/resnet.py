@@ -84,6 +84,15 @@ def workload(
     """Square images of `resolution` pixels; a batch is the images and the labels."""
     if depth not in BLOCKS:
         raise OptionError(f"no ResNet of depth {depth}; known depths: {', '.join(map(str, BLOCKS))}")
-    name = "resnet" if depth == 50 else f"resnet{depth}"
+    name = "resnet152" if depth == 152 else "resnet"
     model = ResNet(BLOCKS[depth], width, classes)
-    return image_workload(name, model, gratings, batch_size, resolution, classes, learning_rate=3e-3)
+    return image_workload(
+        name,
+        model,
+        batch_size=batch_size,
+        resolution=resolution,
+        classes=classes,
+        learning_rate=3e-3,
+        draw=gratings,
+        called=None,
+    )

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 
 from encore.errors import OptionError
+from encore.workloads.data import diary as diaries
 from encore.workloads.data import numerals
 from encore.workloads.data.split import draw
 from encore.workloads.data.vocabulary import Vocabulary
@@ -38,6 +39,14 @@ def numbers(steps: int) -> ParallelText:
     return grammar(numerals.ENGLISH, numerals.GERMAN, partial(numerals.random_pair, most_groups))
 
 
+def diary(steps: int) -> ParallelText:
+    """Diary entries with dates and numbers, English to German, as many one after another as fit."""
+    most_entries = (steps - 1) // diaries.LONGEST_ENTRY  # a step is for the end
+    if most_entries < 1:
+        raise OptionError(f"steps={steps} is too short for a diary entry: {diaries.LONGEST_ENTRY + 1} at least")
+    return grammar(diaries.ENGLISH, diaries.GERMAN, partial(diaries.random_entries, most_entries))
+
+
 def grammar(source: list[str], target: list[str], make: Callable[[torch.Generator], Pair]) -> ParallelText:
     """Parallel text that `make` generates from these words."""
 
@@ -45,3 +54,7 @@ def grammar(source: list[str], target: list[str], make: Callable[[torch.Generato
         return draw(make, source_text, generator, held_out=held_out)
 
     return ParallelText(Vocabulary(source), Vocabulary(target), pair)
+
+
+TASKS: dict[str, Callable[[int], ParallelText]] = {"diary": diary, "numbers": numbers}
+"""Makers of parallel text by name; each takes the number of steps that a sentence may have, its end included."""

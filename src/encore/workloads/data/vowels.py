@@ -45,3 +45,16 @@ def synthesise(vowels: torch.Tensor, bins: int, generator: torch.Generator) -> t
     bin_positions = torch.linspace(0, float(mel(torch.tensor(HIGHEST_HERTZ))), bins)
     ridges = torch.exp(-0.5 * ((bin_positions - ridge_positions) / 80) ** 2).sum(dim=2)
     return ridges + 0.3 * torch.randn(ridges.shape, generator=generator)
+
+
+SHORTEST_VOWEL, LONGEST_VOWEL = 4, 12
+
+
+def utterances(rows: int, frames: int, generator: torch.Generator) -> torch.Tensor:
+    """The vowel of each frame `[row, frame]`: each lasts a few frames, and the next one is another."""
+    most = -(-frames // SHORTEST_VOWEL)
+    ends = torch.randint(SHORTEST_VOWEL, LONGEST_VOWEL + 1, (rows, most), generator=generator).cumsum(dim=1)
+    # The last vowel does not begin so late that the utterance cuts it short.
+    moments = torch.arange(frames).clamp(max=max(0, frames - SHORTEST_VOWEL)).expand(rows, -1).contiguous()
+    turns = torch.randint(1, len(FORMANTS), (rows, most), generator=generator).cumsum(dim=1) % len(FORMANTS)
+    return turns.gather(1, torch.searchsorted(ends, moments, right=True))
