@@ -10,7 +10,6 @@ What may not live here: anything that knows of Encore, its errors aside (models 
 more), training loops, measurements, and models whose graph depends on the values in a batch.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 
@@ -20,7 +19,7 @@ from encore.errors import OptionError, listed
 from encore.workloads import alexnet, deepspeech2, inception, lm, nin, nmt, overfeat, resnet, speech, transformer, vgg16
 from encore.workloads.workload import Batch, Workload
 
-__all__ = ["NAMED_SIZES", "TINY_SIZES", "WORKLOADS", "Batch", "Workload", "build", "tiny"]
+__all__ = ["NAMED_SIZES", "TINY_SIZES", "WORKLOADS", "Batch", "Workload", "build", "named_sizes", "tiny"]
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "alexnet": alexnet.workload,
@@ -31,7 +30,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "nmt": nmt.workload,
     "overfeat": overfeat.workload,
     "resnet": resnet.workload,
-    "resnet152": functools.partial(resnet.workload, depth=152),
+    "resnet152": resnet.workload_152,
     "speech": speech.workload,
     "transformer": transformer.workload,
     "vgg16": vgg16.workload,
@@ -77,18 +76,22 @@ def build(name: str, *, seed: int = 0, **sizes: int | float | str) -> Workload:
     """
     if name not in WORKLOADS:
         raise OptionError(f"no workload is called {name!r}; known workloads: {', '.join(sorted(WORKLOADS))}")
-    named: dict[str, Mapping[str, int | str]] = {"tiny": TINY_SIZES[name], **NAMED_SIZES.get(name, {})}
     if "size" in sizes:
-        size = str(sizes.pop("size"))
-        if size not in named:
-            raise OptionError(f"{name} has no size called {size!r}; known names: {listed(named)}")
-        sizes = {**named[size], **sizes}
+        sizes = {**named_sizes(name, str(sizes.pop("size"))), **sizes}
     factory = WORKLOADS[name]
     if unknown := sizes.keys() - (known := inspect.signature(factory).parameters.keys()):
         raise OptionError(f"{name} has no size {listed(unknown)}; it has {listed(known)}, and size for several at once")
     with torch.random.fork_rng(devices=[]):  # models are initialised on the CPU, by its generator alone
         torch.default_generator.manual_seed(seed)
         return factory(**sizes)
+
+
+def named_sizes(name: str, size: str) -> Mapping[str, int | str]:
+    """What `size="tiny"` or another name stands for."""
+    named: dict[str, Mapping[str, int | str]] = {"tiny": TINY_SIZES[name], **NAMED_SIZES.get(name, {})}
+    if size not in named:
+        raise OptionError(f"{name} has no size called {size!r}; known names: {listed(named)}")
+    return named[size]
 
 
 def tiny(name: str, *, seed: int = 0) -> Workload:

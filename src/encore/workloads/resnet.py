@@ -84,10 +84,9 @@ def workload(
     """Square images of `resolution` pixels; a batch is the images and the labels."""
     if depth not in BLOCKS:
         raise OptionError(f"no ResNet of depth {depth}; known depths: {', '.join(map(str, BLOCKS))}")
-    name = "resnet152" if depth == 152 else "resnet"
     model = ResNet(BLOCKS[depth], width, classes)
     return image_workload(
-        name,
+        "resnet152" if depth == 152 else "resnet",
         model,
         batch_size=batch_size,
         resolution=resolution,
@@ -96,3 +95,8 @@ def workload(
         draw=gratings,
         called=None,
     )
+
+
+def workload_152(*, batch_size: int = 16, width: int = 64, resolution: int = 128, classes: int = 10) -> Workload:
+    """The deepest of them, the one that Echo's authors measured."""
+    return workload(batch_size=batch_size, depth=152, width=width, resolution=resolution, classes=classes)
