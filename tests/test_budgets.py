@@ -11,7 +11,8 @@ from torch import nn
 
 import encore
 from encore.graph import OpClass
-from encore.workloads import WORKLOADS, tiny
+from encore.workloads import tiny
+from every_workload import FIVE, every_workload
 
 TEN_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 0.99)
 FEW_SHARES = (0.0, 0.4, 0.9)
@@ -38,7 +39,7 @@ def step(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(WORKLOADS))
+@every_workload
 def test_ten_budgets_are_kept_with_the_same_gradients(name: str) -> None:
     keep_budgets(name, TEN_SHARES)
 
@@ -79,7 +80,7 @@ def keep_budgets(name: str, shares: tuple[float, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "resnet" else ()) for name in sorted(WORKLOADS)]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "resnet" else ()) for name in FIVE]
 )
 def test_a_fused_step_at_the_floor_is_legal_predicted_and_close_to_eager(name: str) -> None:
     workload = tiny(name)

@@ -3,16 +3,13 @@ no worse than eager, free where declined."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 import encore
 from encore.schedule import Fused
-from encore.workloads import WORKLOADS
+from every_workload import every_workload
 from tiny_steps import tiny_step
-
-every_workload = pytest.mark.parametrize("name", sorted(WORKLOADS))
 
 
 @every_workload

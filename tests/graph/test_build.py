@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
 from captured import Perceptron, captured_graph, named, operators
 from encore.graph import Graph, Role, verify_graph
 from encore.graph.values import Ref, map_refs, refs
-from encore.workloads import WORKLOADS
+from every_workload import every_workload
 from tiny_steps import tiny_step
 
 aten = torch.ops.aten
@@ -244,7 +243,7 @@ def test_a_constant_is_held_by_the_graph() -> None:
     assert graph.values[value].storage in graph.external
 
 
-@pytest.mark.parametrize("name", sorted(WORKLOADS))
+@every_workload
 def test_captured_graphs_are_legal(name: str, lowering: str) -> None:
     verify_graph(tiny_step(name, lowering).plan.schedule.graph)
 

@@ -7,10 +7,8 @@ import pytest
 
 from encore.schedule import Fused, Run
 from encore.schedule.simulate import Moment
-from encore.workloads import WORKLOADS
+from every_workload import every_workload
 from tiny_steps import TinyStep, tiny_step
-
-every_workload = pytest.mark.parametrize("name", sorted(WORKLOADS))
 
 
 def simulated(step: TinyStep) -> list[tuple[Moment, Moment | None]]:

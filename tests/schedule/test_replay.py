@@ -16,7 +16,7 @@ from encore.errors import IllegalGraphError
 from encore.graph import Graph, Op, OpClass, Role, Storage, Value, verify_graph
 from encore.graph.values import Ref
 from encore.schedule import Action, Free, Run, Schedule, replay, schedule_step, simulate
-from encore.workloads import WORKLOADS
+from every_workload import every_workload
 from tiny_steps import tiny_step
 
 aten = torch.ops.aten
@@ -275,7 +275,7 @@ def test_a_write_over_a_block_of_another_size() -> None:
 # -- what is accepted ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(WORKLOADS))
+@every_workload
 def test_captured_schedules_are_legal_and_both_walks_agree(name: str, lowering: str) -> None:
     schedule = tiny_step(name, lowering).plan.schedule
     timeline = simulate(schedule)

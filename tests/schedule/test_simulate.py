@@ -13,10 +13,8 @@ from captured import Perceptron, captured
 from encore.api import compiled_call
 from encore.plan import Plan
 from encore.schedule import Kind, Run, Schedule, alive_at_worst, replay, simulate
-from encore.workloads import WORKLOADS
+from every_workload import every_workload
 from tiny_steps import tiny_step
-
-every_workload = pytest.mark.parametrize("name", sorted(WORKLOADS))
 
 
 @functools.cache

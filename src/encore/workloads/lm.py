@@ -1,77 +1,103 @@
-"""A character-level LSTM language model, reading sentences of a small English grammar.
+"""An LSTM language model of characters or of words, reading sentences of a small English grammar.
 
 The loop over time is a Python loop over a written-out cell, so the graph grows with `steps`. In the grammar
 a verb agrees with a subject that may stand several words before it: the LSTM has something to remember.
 """
 
+import functools
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from encore.errors import OptionError, listed
 from encore.workloads.cell import LSTMStack
-from encore.workloads.workload import Batch, Workload, batch_generator
+from encore.workloads.data import sentences
+from encore.workloads.metrics import perplexity
+from encore.workloads.workload import (
+    Batch,
+    Workload,
+    batch_generator,
+    evaluating,
+    held_out_generator,
+    recurrent_learning_rate,
+)
 
-GRAMMAR: dict[str, tuple[str, ...]] = {
-    "SENTENCE": ("SINGULAR SLEEPS .", "PLURAL SLEEP .", "SINGULAR SEES OBJECT .", "PLURAL SEE OBJECT ."),
-    "SINGULAR": ("the ONE", "a ONE", "the ONE near OBJECT", "a ONE that SEES OBJECT"),
-    "PLURAL": ("the MANY", "two MANY", "the MANY near OBJECT", "two MANY that SEE OBJECT"),
-    "OBJECT": ("SINGULAR", "the ONE", "the MANY", "some MANY"),
-    "ONE": ("cat", "bird", "child", "grey fox", "small horse"),
-    "MANY": ("cats", "birds", "children", "grey foxes", "small horses"),
-    "SLEEPS": ("sleeps", "sings", "waits in the garden"),
-    "SLEEP": ("sleep", "sing", "wait in the garden"),
-    "SEES": ("sees", "follows", "likes"),
-    "SEE": ("see", "follow", "like"),
+HELD_OUT_ROWS = 64
+LEVELS = {
+    "character": (list(sentences.ALPHABET), sentences.characters, ""),
+    "word": (sentences.WORDS, sentences.words, " "),
 }
-"""Each capitalised symbol with the texts it may become; whatever is not a symbol is a word."""
-
-ALPHABET = " .abcdefghijklmnopqrstuvwxyz"
+"""For each kind of symbol: all of them, how they are made, and what stands between two of them in print."""
 
 
 class LanguageModel(nn.Module):
-    """Predicts each character from all those before it, and returns the mean cross entropy in nats."""
+    """Predicts each symbol from all those before it, and returns the mean cross entropy in nats."""
 
-    def __init__(self, hidden: int, layers: int) -> None:
+    def __init__(self, symbols: int, hidden: int, layers: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(len(ALPHABET), hidden)
+        self.embedding = nn.Embedding(symbols, hidden)
         self.lstm = LSTMStack(hidden, hidden, layers)
-        self.projection = nn.Linear(hidden, len(ALPHABET))
+        self.projection = nn.Linear(hidden, symbols)
 
-    def forward(self, characters: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        embedded = self.embedding(characters)
+    def forward(self, symbols: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.logits(symbols).flatten(0, 1), following.flatten())
+
+    def logits(self, symbols: torch.Tensor) -> torch.Tensor:
+        """What may follow each of the `symbols` `[row, step]`: `[row, step, symbol]`."""
+        embedded = self.embedding(symbols)
         states = self.lstm.initial_states(embedded)
         outputs = []
         for x in embedded.unbind(1):
             states = self.lstm(x, states)
             outputs.append(states[-1][0])
-        logits = self.projection(torch.stack(outputs, dim=1))
-        return F.cross_entropy(logits.flatten(0, 1), following.flatten())
+        logits: torch.Tensor = self.projection(torch.stack(outputs, dim=1))
+        return logits
+
+    def write(self, beginning: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+        """The `beginning` `[row, step]` and `count` more symbols, each drawn from what the model expects."""
+        states = self.lstm.initial_states(self.embedding(beginning))
+        written = list(beginning.unbind(1))
+        for step in range(beginning.shape[1] + count - 1):
+            states = self.lstm(self.embedding(written[step]), states)
+            if step + 1 == len(written):
+                expected = self.projection(states[-1][0]).softmax(dim=-1)
+                written.append(torch.multinomial(expected, 1, generator=generator).squeeze(1))
+        return torch.stack(written, dim=1)
 
 
-def expand(symbol: str, generator: torch.Generator) -> list[str]:
-    """A random derivation of `symbol`, as words."""
-    if symbol not in GRAMMAR:
-        return [symbol]
-    choices = GRAMMAR[symbol]
-    chosen = choices[int(torch.randint(len(choices), (), generator=generator))]
-    return [word for part in chosen.split() for word in expand(part, generator)]
+def workload(
+    *, batch_size: int = 64, hidden: int = 256, layers: int = 2, steps: int = 128, level: str = "character"
+) -> Workload:
+    """Sequences of `steps` characters or words; a batch is the symbols and, for each, the one that follows."""
+    if level not in LEVELS:
+        raise OptionError(f"no language model of level {level!r}; known levels: {listed(LEVELS)}")
+    symbols, made, between = LEVELS[level]
+    code = {symbol: number for number, symbol in enumerate(symbols)}
 
-
-def text(length: int, generator: torch.Generator) -> str:
-    """The first `length` characters of a run of random sentences."""
-    written = ""
-    while len(written) < length:
-        written += " ".join(expand("SENTENCE", generator)) + " "
-    return written[:length]
-
-
-def workload(*, batch_size: int = 64, hidden: int = 256, layers: int = 2, steps: int = 128) -> Workload:
-    """Sequences of `steps` characters; a batch is the characters and, for each, the one that follows."""
-
-    def batch(index: int) -> Batch:
-        generator = batch_generator(index)
-        lines = [text(steps + 1, generator) for _ in range(batch_size)]
-        codes = torch.tensor([[ALPHABET.index(character) for character in line] for line in lines])
+    def rows(count: int, generator: torch.Generator, *, held_out: bool) -> Batch:
+        lines = [made(steps + 1, generator, held_out=held_out) for _ in range(count)]
+        codes = torch.tensor([[code[symbol] for symbol in line] for line in lines])
         return codes[:, :-1].contiguous(), codes[:, 1:].contiguous()
 
-    return Workload("lm", LanguageModel(hidden, layers), batch)
+    @functools.cache
+    def held_out() -> Batch:
+        return rows(HELD_OUT_ROWS, held_out_generator(), held_out=True)
+
+    def score(model: nn.Module) -> dict[str, float]:
+        read, following = held_out()
+        with evaluating(model) as network:
+            return {"perplexity": perplexity(network.logits(read), following)}
+
+    def sample(model: nn.Module) -> str:
+        beginning = torch.tensor([[code["the"]] if level == "word" else [code[symbol] for symbol in "the "]] * 3)
+        with evaluating(model) as network:
+            written = network.write(beginning, min(steps, 60), held_out_generator())
+        return "\n".join(between.join(symbols[number] for number in line) for line in written.tolist())
+
+    def batch(index: int) -> Batch:
+        return rows(batch_size, batch_generator(index), held_out=False)
+
+    return Workload(
+        "lm", LanguageModel(len(symbols), hidden, layers), batch, score, recurrent_learning_rate(hidden), sample
+    )

@@ -4,13 +4,14 @@ Bottlenecks carry their stride in the 3x3 convolution ("v1.5", as in torchvision
 place, as is usual to save memory: a mutation that a compiler has to see through.
 """
 
-import math
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from encore.workloads.workload import Batch, Workload, batch_generator
+from encore.errors import OptionError
+from encore.workloads.data.pictures import gratings
+from encore.workloads.image_classes import image_workload
+from encore.workloads.workload import Workload
 
 BLOCKS: dict[int, tuple[int, int, int, int]] = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 """Bottlenecks in each of the four stages, by the depth that names the network (table 1 of the paper)."""
@@ -69,23 +70,12 @@ class ResNet(nn.Module):
         self.classifier = nn.Linear(channels, classes)
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        features = self.stages(self.stem(images)).mean(dim=(2, 3))
-        return F.cross_entropy(self.classifier(features), labels)
+        return F.cross_entropy(self.logits(images), labels)
 
-
-def gratings(labels: torch.Tensor, classes: int, resolution: int, generator: torch.Generator) -> torch.Tensor:
-    """Noisy stripes `[image, 3, resolution, resolution]`; each class has its own orientation and hue."""
-    count = len(labels)
-    turn = labels.view(-1, 1, 1) / classes
-    thirds = torch.arange(3).view(1, 3, 1) / 3
-    colour = 0.5 + 0.5 * torch.cos(2 * math.pi * (turn + thirds))
-    cycles = 2 + 2 * torch.rand(count, 1, 1, generator=generator)
-    phase = torch.rand(count, 1, 1, generator=generator)
-    y, x = torch.meshgrid(*[torch.linspace(0, 1, resolution)] * 2, indexing="ij")
-    across = x * torch.cos(math.pi * turn) + y * torch.sin(math.pi * turn)
-    brightness = 1 + torch.sin(2 * math.pi * (cycles * across + phase))
-    noise = torch.randn(count, 3, resolution, resolution, generator=generator)
-    return colour.unsqueeze(-1) * brightness.unsqueeze(1) + 0.5 * noise
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        """What each of the images may show: `[image, class]`."""
+        logits: torch.Tensor = self.classifier(self.stages(self.stem(images)).mean(dim=(2, 3)))
+        return logits
 
 
 def workload(
@@ -93,11 +83,20 @@ def workload(
 ) -> Workload:
     """Square images of `resolution` pixels; a batch is the images and the labels."""
     if depth not in BLOCKS:
-        raise ValueError(f"no ResNet of depth {depth}; known depths: {', '.join(map(str, BLOCKS))}")
+        raise OptionError(f"no ResNet of depth {depth}; known depths: {', '.join(map(str, BLOCKS))}")
+    model = ResNet(BLOCKS[depth], width, classes)
+    return image_workload(
+        "resnet152" if depth == 152 else "resnet",
+        model,
+        batch_size=batch_size,
+        resolution=resolution,
+        classes=classes,
+        learning_rate=3e-3,
+        draw=gratings,
+        called=None,
+    )
 
-    def batch(index: int) -> Batch:
-        generator = batch_generator(index)
-        labels = torch.randint(classes, (batch_size,), generator=generator)
-        return gratings(labels, classes, resolution, generator), labels
 
-    return Workload("resnet", ResNet(BLOCKS[depth], width, classes), batch)
+def workload_152(*, batch_size: int = 16, width: int = 64, resolution: int = 128, classes: int = 10) -> Workload:
+    """The deepest of them, the one that Echo's authors measured."""
+    return workload(batch_size=batch_size, depth=152, width=width, resolution=resolution, classes=classes)

@@ -1,19 +1,22 @@
 """A decoder-only, pre-norm Transformer with dropout (Vaswani et al. 2017; Xiong et al. 2020).
 
-It reads a tape of sums such as `07+85=092;` digit by digit: the signs are learnt at once, the result only by
-attending to both summands. Attention is written in plain operations, so that scores, weights and dropout
-masks, each quadratic in `steps`, are feature maps a planner can see.
+It reads a tape of sums such as `07+85=092;` digit by digit, and is scored on sums that no tape it was trained on
+had. Attention is written in plain operations, so that scores, weights and dropout masks, each quadratic in `steps`,
+are feature maps a planner can see.
 """
 
+import functools
 import math
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from encore.workloads.workload import Batch, Workload, batch_generator
+from encore.workloads.data.sums import ALPHABET, RESULT, SUM, tape_of_sums
+from encore.workloads.metrics import perplexity
+from encore.workloads.workload import Batch, Workload, batch_generator, evaluating, held_out_generator
 
-ALPHABET = "0123456789+=;"
+HELD_OUT_ROWS = 64
 
 
 class CausalAttention(nn.Module):
@@ -77,22 +80,23 @@ class Transformer(nn.Module):
         nn.init.normal_(self.position, std=0.02)
 
     def forward(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1), following.flatten())
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What may follow each of the `tokens` `[row, step]`: `[row, step, token]`."""
         x = self.dropout(self.embedding(tokens) + self.position)
-        logits = self.projection(self.norm(self.blocks(x)))
-        return F.cross_entropy(logits.flatten(0, 1), following.flatten())
+        logits: torch.Tensor = self.projection(self.norm(self.blocks(x)))
+        return logits
 
+    def complete(self, tape: torch.Tensor, positions: range) -> torch.Tensor:
+        """The `tape` `[row, step]` with the tokens at `positions` written by the model, the likeliest each time.
 
-def tape_of_sums(rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """Codes of `rows` tapes, each the first `length` characters of a run of sums like `07+85=092;`."""
-    per_row = math.ceil(length / len("07+85=092;"))
-    left, right = torch.randint(100, (2, rows, per_row), generator=generator).unbind(0)
-    plus, equals, end = (torch.full_like(left, ALPHABET.index(sign)) for sign in "+=;")
-
-    def digits(number: torch.Tensor, count: int) -> list[torch.Tensor]:
-        return [number // 10**power % 10 for power in reversed(range(count))]
-
-    columns = [*digits(left, 2), plus, *digits(right, 2), equals, *digits(left + right, 3), end]
-    return torch.stack(columns, dim=-1).flatten(1)[:, :length]
+        What stands behind a position cannot be seen from it, so the tape keeps its length.
+        """
+        tape = tape.clone()
+        for position in positions:
+            tape[:, position] = self.logits(tape)[:, position - 1].argmax(dim=-1)
+        return tape
 
 
 def workload(
@@ -106,8 +110,49 @@ def workload(
 ) -> Workload:
     """Sequences of `steps` tokens; a batch is the tokens and, for each, the one that follows."""
 
-    def batch(index: int) -> Batch:
-        tape = tape_of_sums(batch_size, steps + 1, batch_generator(index))
+    def rows(count: int, generator: torch.Generator, *, held_out: bool) -> Batch:
+        tape = tape_of_sums(count, steps + 1, generator, held_out=held_out)
         return tape[:, :-1].contiguous(), tape[:, 1:].contiguous()
 
-    return Workload("transformer", Transformer(hidden, layers, heads, steps, dropout), batch)
+    @functools.cache
+    def held_out() -> Batch:
+        return rows(HELD_OUT_ROWS, held_out_generator(), held_out=True)
+
+    def score(model: nn.Module) -> dict[str, float]:
+        read, following = held_out()
+        with evaluating(model) as network:
+            logits = network.logits(read)
+        found = {"perplexity": perplexity(logits, following)}
+        if sums := whole_sums(steps + 1):
+            # Digits are written one after another: a result comes out right if each digit is the likeliest one
+            # after the true ones before it.
+            is_right = (logits.argmax(dim=-1) == following)[:, RESULT.start - 1 :]
+            by_sum = [
+                is_right[:, at : at + RESULT.stop - RESULT.start].all(dim=1)
+                for at in range(0, sums * len(SUM), len(SUM))
+            ]
+            found["exact match"] = torch.stack(by_sum).float().mean().item()
+        return found
+
+    def sample(model: nn.Module) -> str:
+        tapes, start = held_out()[0][:3], (whole_sums(steps) - 1) * len(SUM)
+        with evaluating(model) as network:
+            written = network.complete(tapes, range(start + RESULT.start, start + RESULT.stop))
+        lines = []
+        for have, want in zip(written.tolist(), tapes.tolist(), strict=True):
+            have, want = (
+                "".join(ALPHABET[code] for code in tape[start : start + RESULT.stop]) for tape in (have, want)
+            )
+            lines.append(have if have == want else f"{have} (wrong: {want})")
+        return "\n".join(lines)
+
+    def batch(index: int) -> Batch:
+        return rows(batch_size, batch_generator(index), held_out=False)
+
+    model = Transformer(hidden, layers, heads, steps, dropout)
+    return Workload("transformer", model, batch, score, 1e-3, sample if whole_sums(steps) else None)
+
+
+def whole_sums(length: int) -> int:
+    """How many sums of a tape of `length` characters have their whole result on it."""
+    return (length + len(SUM) - RESULT.stop) // len(SUM)

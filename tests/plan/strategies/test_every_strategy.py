@@ -18,7 +18,7 @@ from encore.graph.values import map_refs
 from encore.lower.calls import callable_for
 from encore.plan.strategies import STRATEGIES, block_boundaries
 from encore.schedule.order import order_backward
-from encore.workloads import WORKLOADS
+from every_workload import FIVE
 from test_random_networks import Network, Spec, examples, networks
 
 aten = torch.ops.aten
@@ -91,7 +91,7 @@ def check_every_strategy(graph: Graph) -> None:
         assert_made_again(graph, dropped, given, forward)
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", FIVE)
 def test_every_strategy_on_a_workload(name: str) -> None:
     graph = workload_graph(name)
     _, saved = order_backward(graph)
