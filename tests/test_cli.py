@@ -77,18 +77,19 @@ options:
   --json       print the plan as JSON
 """,
     "bench": """\
-usage: encore bench [-h] [--quick] [--json FILE] [--docs] [{spine,fast,plan}]
+usage: encore bench [-h] [--quick] [--json FILE] [--plots FOLDER] [--docs] [suite]
 
 Compare Encore with eager PyTorch and with torch.compile.
 
 positional arguments:
-  {spine,fast,plan}  what to look at
+  suite           spine, fast, plan, echo, gist or rnn (default: echo)
 
 options:
-  -h, --help         show this help message and exit
-  --quick            tiny sizes: does everything work?
-  --json FILE        write the numbers to FILE as JSON
-  --docs             write the suite's page in docs
+  -h, --help      show this help message and exit
+  --quick         tiny sizes: does everything work?
+  --json FILE     write the numbers to FILE as JSON
+  --plots FOLDER  draw the suite into FOLDER, as PNG and as a page
+  --docs          write the suite's page in docs
 """,
 }
 
@@ -249,4 +250,11 @@ def test_demo_needs_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_bench_tells_of_a_missing_folder_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--quick", "--docs"]) == 1
-    assert "there is no folder 'docs' here" in capsys.readouterr().err
+    assert "--docs writes into 'docs', but there is no such folder here" in capsys.readouterr().err
+
+
+def test_bench_lists_the_suites_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "ecko"]) == 1
+    assert "no suite is called 'ecko'; known suites: spine, fast, plan, echo, gist, rnn" in capsys.readouterr().err
+    assert main(["bench", "fast", "--plots", "."]) == 1
+    assert "has no picture" in capsys.readouterr().err

@@ -21,13 +21,6 @@ from encore.errors import BudgetError, EncoreError, OptionError, listed
 from encore.units import bytes_text
 
 DONE, FAILED, DOES_NOT_FIT = 0, 1, 2
-BENCHMARK_PAGES = {
-    "spine": Path("docs") / "benchmarks.md",
-    "fast": Path("docs") / "benchmarks-fast.md",
-    "plan": Path("docs") / "benchmarks-plan.md",
-}
-
-
 TARGET = "package.module:factory; the factory returns (model, args) or (model, args, kwargs), on any device"
 
 
@@ -89,9 +82,10 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
 
     bench = command("bench", run_bench, "compare Encore with eager PyTorch and with torch.compile")
-    bench.add_argument("suite", nargs="?", choices=BENCHMARK_PAGES, default="spine", help="what to look at")
+    bench.add_argument("suite", nargs="?", default="echo", help="spine, fast, plan, echo, gist or rnn (default: echo)")
     bench.add_argument("--quick", action="store_true", help="tiny sizes: does everything work?")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE as JSON")
+    bench.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the suite into FOLDER, as PNG and as a page")
     bench.add_argument("--docs", action="store_true", help="write the suite's page in docs")
     return top
 
@@ -157,48 +151,26 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    docs = BENCHMARK_PAGES[arguments.suite]
-    files = {"--json": arguments.json, "--docs": docs if arguments.docs else None}
-    for option, file in files.items():  # a benchmark takes minutes: say so before, not after
-        if file is not None and not file.parent.is_dir():
-            raise OptionError(
-                f"{option} writes {file}, but there is no folder {str(file.parent)!r} here; make it first"
-            )
-    shown, data, page = BENCHMARKS[arguments.suite](arguments.quick)
-    print(shown)
+    from encore.bench import results
+
+    if arguments.suite not in results.SUITES:
+        raise OptionError(f"no suite is called {arguments.suite!r}; known suites: {', '.join(results.SUITES)}")
+    if arguments.plots is not None and arguments.suite not in results.DRAWN:
+        raise OptionError(f"the suite {arguments.suite!r} has no picture; leave --plots out")
+    docs = results.docs_page(arguments.suite).parent if arguments.docs else None
+    folder = None if arguments.json is None else arguments.json.parent
+    for option, needed in {"--json": folder, "--plots": arguments.plots, "--docs": docs}.items():
+        if needed is not None and not needed.is_dir():  # a benchmark takes minutes: say so before, not after
+            raise OptionError(f"{option} writes into {str(needed)!r}, but there is no such folder here; make it first")
+    found = results.run(arguments.suite, quick=arguments.quick)
+    print(found.text)
     if arguments.json is not None:
-        arguments.json.write_text(data + "\n")
+        arguments.json.write_text(found.json + "\n")
+    if arguments.plots is not None:
+        found.write_plots(arguments.plots)
     if arguments.docs:
-        docs.write_text(page)
+        found.write_docs()
     return DONE
-
-
-def _bench_spine(quick: bool) -> tuple[str, str, str]:
-    from encore.bench.suite import run_suite
-    from encore.bench.table import page, render
-
-    suite = run_suite(quick=quick)
-    return render(suite), suite.to_json(), page(suite)
-
-
-def _bench_fast(quick: bool) -> tuple[str, str, str]:
-    from encore.bench.fast import run_fast
-    from encore.bench.fast_table import page, render
-
-    suite = run_fast(quick=quick)
-    return render(suite), suite.to_json(), page(suite)
-
-
-def _bench_plan(quick: bool) -> tuple[str, str, str]:
-    from encore.bench.plan import run_plan as run_suite
-    from encore.bench.plan_table import page, render
-
-    suite = run_suite(quick=quick)
-    return render(suite), suite.to_json(), page(suite)
-
-
-BENCHMARKS = {"spine": _bench_spine, "fast": _bench_fast, "plan": _bench_plan}
-"""What each suite runs: the table for a terminal, the JSON, the page."""
 
 
 def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

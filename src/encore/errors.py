@@ -18,6 +18,10 @@ class PlanError(EncoreError):
     """A saved plan that cannot be read, or that was made for another graph."""
 
 
+class MissingPackageError(EncoreError, ImportError):
+    """Something optional was asked for, and the package it takes is not installed; the message names the extra."""
+
+
 class NeverRunError(EncoreError):
     """Asked about a training step that has not happened yet."""
 

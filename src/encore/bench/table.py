@@ -14,6 +14,7 @@ from encore.bench.suite import Suite
 from encore.units import bytes_text
 
 WIDTH = 160
+WIDEST = 180
 COLUMNS = (
     "workload", "operators", "eager peak", "Encore peak", "predicted", "error", "eager step", "Encore step",
     "ratio (spread)", "first step", "capture", "plan", "simulator", "gradients",
@@ -98,6 +99,22 @@ def page(suite: Suite) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def terminal_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: int) -> str:
+    """A table whose first columns are words, and the others figures."""
+    table = Table(box=None, pad_edge=False)
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="right" if position >= words else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    buffer = io.StringIO()
+    Console(file=buffer, width=WIDEST, color_system=None, highlight=False).print(table)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines())
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [markdown_row(columns), markdown_row(["---"] * len(columns)), *map(markdown_row, rows)]
 
 
 def markdown_row(texts: Sequence[str]) -> str:

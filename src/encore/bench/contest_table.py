@@ -1,0 +1,86 @@
+"""The suites of `contest` as people read them."""
+
+from __future__ import annotations
+
+from encore.bench.contest import AS_FAST, BY_HAND, DEFAULT, FLOOR, WITHIN_BUDGET, ContestSuite, Outcome
+from encore.bench.table import machine_rows, markdown_table, seconds_text, terminal_table
+from encore.units import bytes_text
+
+COLUMNS = (
+    "workload", "system", "peak", "less than eager", "predicted", "step", "/ eager", "predicted step", "plan",
+    "first step", "gradients",
+)  # fmt: skip
+TITLES = {
+    "echo": "Encore beside what people would use instead",
+    "gist": "Image classifiers",
+    "rnn": "Recurrent networks",
+}
+OWN_DRAWS = 0.1
+"""A distance beyond this is no rounding: the system draws other dropout masks than eager does."""
+READING = """\
+All systems run in one process for each workload, in turns, on the same seed and batch; a step is forward and backward.
+**Peak** is what the allocator reports for one step, gradients included; **predicted** is what Encore said before it.
+**/ eager** is the median over the rounds of the step time over eager's in the same round. **Predicted step** is what
+Encore said a step takes, over the quietest step of all rounds. **Plan** is the time spent on planning in the first step
+(measuring operators for the first time included). **Gradients** is the distance of all gradients from eager's, relative
+to their size; a system that draws its own dropout masks has none."""
+
+
+def cells(workload: str, found: Outcome) -> tuple[str, ...]:
+    if found.failure:
+        return (workload, found.system, f"failed: {found.failure}", *[""] * (len(COLUMNS) - 3))
+    return (
+        workload,
+        found.system,
+        bytes_text(found.peak),
+        f"{found.reduction:.2f}x",
+        "" if found.predicted is None else bytes_text(found.predicted),
+        seconds_text(found.seconds),
+        f"{found.against_eager:.2f}",
+        "" if found.predicted_seconds is None else f"{found.predicted_seconds / found.quietest:.2f}",
+        "" if found.plan_seconds is None else seconds_text(found.plan_seconds),
+        seconds_text(found.first_step),
+        "own draws" if found.gradient_difference > OWN_DRAWS else f"{found.gradient_difference:.1e}",
+    )
+
+
+def summary(suite: ContestSuite) -> list[str]:
+    """The figures in a sentence each."""
+    lines = []
+    for label in (AS_FAST, DEFAULT):
+        picked = [one for outcomes in suite.outcomes.values() for one in outcomes if one.system == label]
+        if ran := [one for one in picked if not one.failure]:
+            mean = sum(one.reduction for one in ran) / len(ran)
+            times = ", ".join(f"{one.against_eager:.2f}" for one in ran)
+            best = max(one.reduction for one in ran)
+            lines.append(f"{label}: {mean:.2f}x less on average, {best:.2f}x at most, at {times} of eager's time")
+    for workload, outcomes in suite.outcomes.items():
+        rest = {one.system: one.peak - suite.gradients[workload] for one in outcomes if not one.failure}
+        if FLOOR not in rest:
+            continue
+        budgets = [size for system, size in rest.items() if system.startswith(WITHIN_BUDGET)]
+        against = [f"{rest[FLOOR] / rest[BY_HAND]:.2f} of the checkpoints'"] if BY_HAND in rest else []
+        against += [f"{rest[FLOOR] / min(budgets):.2f} of {WITHIN_BUDGET}'s at its best"] if budgets else []
+        if against:
+            lines.append(f"{workload}: without the gradients, Encore's floor is {', '.join(against)}")
+    return lines
+
+
+def _rows(suite: ContestSuite) -> list[tuple[str, ...]]:
+    return [cells(workload, outcome) for workload, outcomes in suite.outcomes.items() for outcome in outcomes]
+
+
+def render(suite: ContestSuite) -> str:
+    """A table for a terminal, and what it comes to."""
+    return "\n".join([terminal_table(COLUMNS, _rows(suite), words=2), "", *summary(suite)])
+
+
+def page(suite: ContestSuite) -> str:
+    """`docs/benchmarks-echo.md` and its like."""
+    quick = " --quick" if suite.quick else ""
+    lines = [f"# {TITLES[suite.suite]}", "", f"Written by `encore bench {suite.suite}{quick} --docs`.", ""]
+    lines += [*READING.splitlines(), "", f"![What each system saves, and at which price](benchmarks-{suite.suite}.png)"]
+    lines += ["", *markdown_table(COLUMNS, _rows(suite)), "", *(f"- {line}" for line in summary(suite)), ""]
+    lines += [f"- {suite.rounds} rounds a workload, after warm-up", "", "## The machine", ""]
+    lines += [*(f"- {name}: {value}" for name, value in machine_rows(suite.machine)), ""]
+    return "\n".join(lines)
