@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,9 @@ class _Timed(GraphCompilation):
     pytorch = 0.0
 
     def split(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-        theirs = copy.deepcopy(joint)
+        with warnings.catch_warnings():  # copying makes PyTorch use a class that it has deprecated
+            warnings.simplefilter("ignore", FutureWarning)
+            theirs = copy.deepcopy(joint)
         gc.collect()
         started = time.perf_counter()
         torch_private.plain_partition(theirs, num_outputs)
