@@ -114,6 +114,7 @@ class _Copier:
             placed.add(op.id)
             reads = {value: self._current(value) for value in op.reads}
             self.backward.append(_reading(op, reads))
+            self._move_views(op, reads)
             if not is_fusible(op.target) and op.kind is not OpClass.VIEW:
                 self.barriers += 1
         for value in self.graph.gradients:
@@ -131,6 +132,16 @@ class _Copier:
             for read in op.reads:
                 self.values[read].readers.append(number)
         return dataclasses.replace(self.graph, values=self.values, storages=self.storages, ops=ops)
+
+    def _move_views(self, op: Op, reads: dict[int, int]) -> None:
+        """What backward looks at through views of its own is in the copy's memory, no longer in the original's."""
+        for value in op.writes:
+            for read, current in reads.items():
+                storage, now = self.graph.values[read].storage, self.values[current].storage
+                if value is not None and now is not None and self.graph.values[value].storage == storage != now:
+                    self.storages[storage].values.remove(value)  # type: ignore[index]
+                    self.storages[now].values.append(value)
+                    self.values[value].storage = now
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
