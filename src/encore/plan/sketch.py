@@ -18,7 +18,7 @@ from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_fusible
 from encore.schedule import Fused, Run, Schedule, Timeline
 from encore.schedule.normalised import FROM_STATISTICS
-from encore.schedule.recompute import PATIENCE, owners, recomputable
+from encore.schedule.recompute import PATIENCE, PATIENCE_WITHOUT_KERNELS, owners, recomputable
 
 
 class Seconds(Protocol):
@@ -58,6 +58,7 @@ class Sketch:
     ) -> None:
         self.graph = schedule.graph
         self.fused = fused
+        self.patience = PATIENCE if fused else PATIENCE_WITHOUT_KERNELS
         self.owner = owners(self.graph, forward_only=False)
         self.seconds = seconds
         items = [
@@ -207,7 +208,7 @@ class _Recomputation:
                 continue
             copy = self.copies.get(wanted)
             if copy is not None:
-                if sketch.heavy[wanted] or barriers - copy[2] <= PATIENCE:
+                if sketch.heavy[wanted] or barriers - copy[2] <= sketch.patience:
                     copy[1], copy[2] = position, barriers
                     copy[3] |= not melts
                     continue
