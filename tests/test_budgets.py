@@ -79,6 +79,31 @@ def keep_budgets(name: str, shares: tuple[float, ...]) -> None:
     assert overheads == sorted(overheads, reverse=True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIVE)
+def test_ten_budgets_are_kept_in_kernels_as_close_to_float64_as_eager(name: str) -> None:
+    floor, unplanned = estimated(name, "fused")
+    assert floor < unplanned
+    peaks, overheads = [], []
+    for share in TEN_SHARES:
+        budget = floor + int(share * (unplanned - floor))
+        torch._dynamo.reset()
+        workload = tiny(name)
+        batch = workload.batch(0)
+        model = encore.compile(workload.model, budget=budget)
+        step(model, batch)
+        report = encore.report(model)
+        assert report.resident + report.planned.step_peak <= budget
+        assert encore.verify(model, *batch).compared >= 10
+        model.zero_grad(set_to_none=True)
+        measured = encore.measure(functools.partial(step, model, batch)).step_peak
+        assert measured <= report.planned.step_peak <= 1.01 * measured
+        peaks.append(report.planned.step_peak)
+        overheads.append(report.planned.overhead)
+    assert peaks == sorted(peaks)
+    assert overheads == sorted(overheads, reverse=True)
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "resnet" else ()) for name in FIVE]
 )

@@ -54,11 +54,29 @@ def test_any_choice_of_values_gives_a_legal_step_whose_peak_the_replayer_confirm
     chosen = random.Random(seed).sample(candidates, k=max(1, len(candidates) * (seed % 4 + 1) // 4))
     again = recompute(graph, chosen, exact=exact)
     verify_graph(again)
+    for view in (op for op in again.ops if op.kind is OpClass.VIEW):
+        memory = {again.values[value].storage for value in view.reads}
+        assert {again.values[value].storage for value in view.writes if value is not None} <= memory, view.name
     schedule = schedule_step(again)
     assert not {again.values[value].storage for value in chosen}.intersection(
         again.values[value].storage for value in schedule.saved
     )
     assert replay(schedule) == max(moment.peak for moment in simulate(schedule).moments if moment.phase != "end")
+
+
+def test_a_view_that_backward_takes_of_a_copy_is_not_counted_beside_it() -> None:
+    """The product's backward reads a transposed view of what is made again: one piece of memory, not two."""
+
+    def step(x: torch.Tensor, weight: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        return (torch.sin(torch.tanh(x @ weight)) @ head).sum()
+
+    x = torch.randn(512, 64)
+    weight, head = torch.randn(64, 64, requires_grad=True), torch.randn(64, 4, requires_grad=True)
+    graph = captured(step, x, weight, head, overhead=0).unplanned.schedule.graph
+    (sine,) = operators(graph, aten.sin)
+    schedule = schedule_step(recompute(graph, [value for value in sine.writes if value is not None], exact=True))
+    live = {schedule._aloud(moment.action): moment.live for moment in simulate(schedule).moments if moment.action}
+    assert live["run t(sin_again_2)"] == live["run sin_again(tanh)"]
 
 
 def test_nothing_dropped_is_nothing_changed() -> None:

@@ -20,6 +20,12 @@ from encore.schedule.simulate import Workspace
 
 LEAST_GAIN = 0.02
 """A slower plan must take at least this share off the peak to be worth offering."""
+SMALL_GRAPH = 80
+"""Operators up to which plans are built before they are offered: an outline of so few may be off by a feature map."""
+MOST_BUILT = 60
+"""Plans of a small graph that are built: a millisecond each."""
+FAR = 1.4
+"""How far the outline of a small graph may be off."""
 
 
 class Planner:
@@ -61,7 +67,11 @@ class Planner:
             self.runs.schedule, self.runs.timeline, self.seconds, fused=self.fuse is not None, frozen=self.frozen
         )
         starts = [strategy(self.graph) for strategy in STRATEGIES.values()]
-        found = Search(sketch).run(starts)
+        search = Search(sketch)
+        found = search.run(starts)
+        if self.fuse is None and len(self.graph.ops) <= SMALL_GRAPH:
+            reached = [outline for outline in search.within_reach(FAR) if outline.dropped]
+            return [self.as_it_is(), *(self.given(outline.again) for outline in spread(reached, MOST_BUILT))]
         return [self.as_it_is(), *(self._offer(outline) for outline in found if outline.dropped)]
 
     def as_it_is(self) -> Offer:
@@ -121,6 +131,11 @@ class Planner:
             else:
                 decisions[value] = Keep("kept instead of what is computed again from it")
         return decisions
+
+
+def spread(outlines: Sequence[Outline], most: int) -> list[Outline]:
+    """At most so many of the outlines, from the first to the last."""
+    return [outlines[number * len(outlines) // most] for number in range(most)] if len(outlines) > most else [*outlines]
 
 
 def menu(planners: Sequence[Planner]) -> list[Offer]:

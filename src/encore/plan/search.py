@@ -5,12 +5,14 @@ and is judged by what it takes off the peak where the peak now is, per second it
 tried in outline; it stays if the peak falls. Starts are the kept step and what the strategies propose: from a step cut
 into blocks the search reaches peaks that no sequence of single drops leads to. Afterwards each plan is relieved of
 drops that its peak does not need. The budget only picks from the set, so a larger one never gets a slower plan.
+Where there are only a few feature maps, every choice is tried instead.
 
 Nothing here depends on the clock: the same graph and the same costs give the same plans.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +29,8 @@ WORTH_PARTS = 0.04
 """Share of the kept peak that a move must take off for its parts to be looked at."""
 SAMPLE = 8
 """Values of a role that stand for all of it when a move is judged."""
+EVERY_CHOICE = 9
+"""Values up to which every choice of them is tried: 512 outlines of a small graph take some 20 ms."""
 MOST_OUTLINES = 400
 EVALUATED_OPS = 1_000_000
 """Outlines are limited so that graphs of ten thousand operators are planned in a few seconds."""
@@ -60,6 +64,12 @@ class Search:
 
     def run(self, starts: Iterable[frozenset[int]]) -> list[Outline]:
         """The plans worth having, from the fastest to the smallest."""
+        values = sorted(self.sketch.droppable - self.sketch.melting)
+        if len(values) <= EVERY_CHOICE:
+            for size in range(1, len(values) + 1):
+                for choice in itertools.combinations(values, size):
+                    self.outline(frozenset(choice))
+            return self.pareto()
         begun = [self.kept, *(self.outline(start & self.sketch.droppable) for start in starts)]
         share = self.left // (len(begun) + 1)
         for outline in begun:
@@ -74,6 +84,16 @@ class Search:
             if not best or outline.peak < best[-1].peak:
                 best.append(outline)
         return best
+
+    def within_reach(self, margin: float) -> list[Outline]:
+        """What would be worth having if outlines were off by this margin, the fastest first; one of every plan."""
+        reached: dict[frozenset[int], Outline] = {}
+        lowest = float("inf")
+        for outline in sorted(self.found.values(), key=lambda one: (one.seconds, one.peak, len(one.dropped))):
+            if outline.peak < margin * lowest:
+                reached.setdefault(outline.again, outline)
+            lowest = min(lowest, outline.peak)
+        return list(reached.values())
 
     # -- down --------------------------------------------------------------------------------------------------------
 

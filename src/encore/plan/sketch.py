@@ -18,7 +18,7 @@ from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_fusible
 from encore.schedule import Fused, Run, Schedule, Timeline
 from encore.schedule.normalised import FROM_STATISTICS
-from encore.schedule.recompute import PATIENCE, owners, recomputable
+from encore.schedule.recompute import PATIENCE, PATIENCE_WITHOUT_KERNELS, owners, recomputable
 
 
 class Seconds(Protocol):
@@ -61,6 +61,7 @@ class Sketch:
     ) -> None:
         self.graph = schedule.graph
         self.fused = fused
+        self.patience = PATIENCE if fused else PATIENCE_WITHOUT_KERNELS
         self.owner = owners(self.graph, forward_only=False)
         self.seconds = seconds
         items = [
@@ -210,6 +211,7 @@ class _Recomputation:
         """One loop over all that is asked for: it goes round a million times a search."""
         sketch, copies = self.sketch, self.copies
         heavy, light, melted, cost = sketch.heavy, sketch.light, sketch.melted, sketch.cost
+        patience = sketch.patience
         asks = {value: [ask for ask in sketch.asks[value] if ask[0] in again] for value in again}
         for position, barriers, asked in sketch.reads:
             pending = [ask for ask in asked if ask[0] in again]
@@ -219,7 +221,7 @@ class _Recomputation:
                 wanted, melts, direct = pending.pop()
                 copy = copies.get(wanted)
                 if copy is not None:
-                    if barriers - copy[2] <= PATIENCE or heavy[wanted]:
+                    if barriers - copy[2] <= patience or heavy[wanted]:
                         copy[1], copy[2] = position, barriers
                         copy[3] |= not melts
                         continue

@@ -27,6 +27,8 @@ from encore.schedule.order import order_backward
 aten = torch.ops.aten
 PATIENCE = 4
 """Operators that cannot be fused which may pass before a cheap copy is let go and made again."""
+PATIENCE_WITHOUT_KERNELS = 1
+"""Operators of any kind which may pass before that in the eager lowering, where a copy never melts into its reader."""
 RUN_AGAIN = frozenset({OpClass.CHEAP, OpClass.HEAVY, OpClass.RANDOM})
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
 """The size of a generator's state, by type of device."""
@@ -93,6 +95,7 @@ class _Copier:
         self.graph = graph
         self.dropped = frozenset(dropped)
         self.exact = exact
+        self.patience = PATIENCE_WITHOUT_KERNELS if exact else PATIENCE
         self.values = [value.copy() for value in graph.values]
         self.storages = [storage.copy() for storage in graph.storages]
         self.forward = [op for op in graph.ops if op.forward]
@@ -114,7 +117,8 @@ class _Copier:
             placed.add(op.id)
             reads = {value: self._current(value) for value in op.reads}
             self.backward.append(_reading(op, reads))
-            if not is_fusible(op.target) and op.kind is not OpClass.VIEW:
+            self._move_views(op, reads)
+            if op.kind is not OpClass.VIEW and (self.exact or not is_fusible(op.target)):
                 self.barriers += 1
         for value in self.graph.gradients:
             assert value is None or value not in self.dropped, "a gradient cannot be dropped"
@@ -131,6 +135,16 @@ class _Copier:
             for read in op.reads:
                 self.values[read].readers.append(number)
         return dataclasses.replace(self.graph, values=self.values, storages=self.storages, ops=ops)
+
+    def _move_views(self, op: Op, reads: dict[int, int]) -> None:
+        """What backward looks at through views of its own is in the copy's memory, no longer in the original's."""
+        for value in op.writes:
+            for read, current in reads.items():
+                storage, now = self.graph.values[read].storage, self.values[current].storage
+                if value is not None and now is not None and self.graph.values[value].storage == storage != now:
+                    self.storages[storage].values.remove(value)  # type: ignore[index]
+                    self.storages[now].values.append(value)
+                    self.values[value].storage = now
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
@@ -161,7 +175,7 @@ class _Copier:
             return None
         maker = self.graph.producer(owner)
         assert maker is not None
-        if maker.kind is not OpClass.HEAVY and self.barriers - self.used[value] > PATIENCE:
+        if maker.kind is not OpClass.HEAVY and self.barriers - self.used[value] > self.patience:
             del self.copies[value]
             return None
         self.used[value] = self.barriers
