@@ -27,6 +27,7 @@ from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_pointwise
 from encore.graph.random_ops import DrawAgain
 from encore.graph.values import Ref
+from encore.kernels.draws import FEW, STATE_BYTES
 from encore.schedule import Fused
 
 log = logging.getLogger("encore")
@@ -71,8 +72,8 @@ class Workspaces:
     def _answer(self, graph: Graph, op: Op) -> int:
         if not is_pure_aten(op):
             if isinstance(op.target, DrawAgain):  # the state that the generator goes back to
-                return BOXED_SCALARS + graph.bytes_of(op.reads[0])
-            return BOXED_SCALARS if op.kind is OpClass.RANDOM else 0
+                return _drawn(graph, op, op.target.target) + graph.bytes_of(op.reads[0])
+            return _drawn(graph, op, op.target) if op.kind is OpClass.RANDOM else 0
         if is_pointwise(op.target):
             return _pointwise(graph, op)
         key = f"workspace {signature(graph, op)}"
@@ -96,6 +97,14 @@ class Workspaces:
             return _bound(graph, op)
         self._cache.put(key, workspace)
         return workspace
+
+
+def _drawn(graph: Graph, op: Op, target: object) -> int:
+    """Where there are many, coins are flipped by a kernel of Encore's on a copy of the generator's state."""
+    if target != torch.ops.encore.dropout_mask.default:
+        return BOXED_SCALARS
+    coins = sum(graph.bytes_of(value) for value in op.writes if value is not None)
+    return STATE_BYTES if coins >= FEW else BOXED_SCALARS
 
 
 def _pointwise(graph: Graph, op: Op) -> int:

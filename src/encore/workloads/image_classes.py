@@ -16,7 +16,7 @@ from encore.workloads.workload import Batch, Workload, batch_generator, evaluati
 Draw: TypeAlias = Callable[[torch.Tensor, int, int, torch.Generator], torch.Tensor]
 """From labels, the number of classes and a resolution to pictures `[picture, 3, resolution, resolution]`."""
 
-MOST_PICTURES, FEWEST_PICTURES, PIXELS = 256, 32, 2**20
+MOST_PICTURES, FEWEST_PICTURES, PIXELS = 256, 32, 2**19
 CHUNK = 32
 
 

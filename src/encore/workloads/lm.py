@@ -23,7 +23,7 @@ from encore.workloads.workload import (
     recurrent_learning_rate,
 )
 
-HELD_OUT_ROWS = 64
+HELD_OUT_ROWS = 32
 LEVELS = {
     "character": (list(sentences.ALPHABET), sentences.characters, ""),
     "word": (sentences.WORDS, sentences.words, " "),
