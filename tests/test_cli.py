@@ -63,7 +63,7 @@ options:
   --json      print the estimate as JSON
 """,
     "plan": """\
-usage: encore plan [-h] [--budget B] [--save FILE] [--json] TARGET
+usage: encore plan [-h] [--budget B] [--save FILE] [--html FILE] [--json] TARGET
 
 Show the plan that a budget gets, and all others; nothing runs.
 
@@ -74,6 +74,7 @@ options:
   -h, --help   show this help message and exit
   --budget B   bytes, 2GiB, 500MB, 60% or min (default: min)
   --save FILE  write the plan to FILE, for encore.compile(plan=FILE)
+  --html FILE  write the plan's page to FILE, for a browser
   --json       print the plan as JSON
 """,
     "bench": """\
@@ -192,6 +193,14 @@ def test_estimate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["encore_report"] == 1
     assert found["floor"] == found["resident"] + found["planned"]["step_peak"]
+
+
+def test_a_plan_is_written_as_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    assert main(["plan", "targets_of_test_cli:on_meta", "--html", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["pareto"][-1][0] == found["resident"] + found["planned"]["step_peak"]
+    assert file.read_text().startswith("<!DOCTYPE html>")
 
 
 def test_a_budget_out_of_reach_leaves_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,17 @@
 
 from encore.api import compile, estimate, report
 from encore.cost import Measurement, measure
-from encore.errors import BudgetError, EncoreError, NeverRunError, OptionError, PlanError, VerificationError
+from encore.errors import (
+    BudgetError,
+    EncoreError,
+    MissingPackageError,
+    NeverRunError,
+    OptionError,
+    PlanError,
+    VerificationError,
+)
 from encore.plan import SavedPlan
+from encore.report.points import Point
 from encore.report.report import Estimate, Report
 from encore.verification import Verification, verify
 
@@ -16,9 +25,11 @@ __all__ = [
     "EncoreError",
     "Estimate",
     "Measurement",
+    "MissingPackageError",
     "NeverRunError",
     "OptionError",
     "PlanError",
+    "Point",
     "Report",
     "SavedPlan",
     "Verification",

@@ -79,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("target", metavar="TARGET", help=TARGET)
     plan.add_argument("--budget", metavar="B", default="min", help="bytes, 2GiB, 500MB, 60%% or min (default: min)")
     plan.add_argument("--save", type=Path, metavar="FILE", help="write the plan to FILE, for encore.compile(plan=FILE)")
+    plan.add_argument("--html", type=Path, metavar="FILE", help="write the plan's page to FILE, for a browser")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
 
     bench = command("bench", run_bench, "compare Encore with eager PyTorch and with torch.compile")
@@ -137,15 +138,18 @@ def run_estimate(arguments: argparse.Namespace) -> int:
 def run_plan(arguments: argparse.Namespace) -> int:
     model, args, kwargs = load_target(arguments.target)
     estimate = encore.estimate(model, *args, **kwargs)
+    pareto = estimate.pareto  # which the report then tells exactly
     report = estimate.plan(arguments.budget)
     if arguments.save is not None:
         report.plan.save(arguments.save)
+    if arguments.html is not None:
+        report.to_html(arguments.html)
     if arguments.json:
-        print(json.dumps({**report.to_dict(), "pareto": estimate.pareto}, indent=2))
+        print(report.to_json())
         return DONE
     print(report)
     print("\nplans, fastest first (resident + step peak, extra time):")
-    for total, overhead in estimate.pareto:
+    for total, overhead in pareto:
         print(f"  {bytes_text(total):>12}  {overhead:>6.1%}")
     return DONE
 

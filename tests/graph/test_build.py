@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from pathlib import Path
 
@@ -246,6 +247,15 @@ def test_a_constant_is_held_by_the_graph() -> None:
 @every_workload
 def test_captured_graphs_are_legal(name: str, lowering: str) -> None:
     verify_graph(tiny_step(name, lowering).plan.schedule.graph)
+
+
+def test_copies_have_every_fact_of_the_original() -> None:
+    graph = perceptron()
+    op = dataclasses.replace(graph.ops[-1], traced_in_forward=False, forward=True, again=True)
+    assert op.copy(7) == dataclasses.replace(op, id=7)
+    value = dataclasses.replace(graph.values[0], offset=3)
+    assert value.copy(value.readers) == value
+    assert graph.storages[0].copy() == graph.storages[0]
 
 
 def test_refs_are_found_and_replaced_in_every_container() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch import nn
 
 import encore
 from captured import train_step
+from encore.report.profile import Profile
 from encore.report.report import DecisionRow, GraphRow, Prediction
-from encore.report.table import LISTED_ROWS, _common_path, fold
+from encore.report.table import LISTED_ROWS, common_path, fold
 from encore.workloads import tiny
 
 
@@ -97,11 +99,19 @@ def test_json_holds_the_whole_report() -> None:
     report = deep_report()
     data = json.loads(report.to_json())
     assert data.pop("encore_report") == 1
-    assert "captured" not in data
+    assert not {"plan", "allocations"}.intersection(data)
     rows = tuple(DecisionRow(**{**row, "shape": tuple(row["shape"])}) for row in data.pop("decisions"))
     graphs = tuple(GraphRow(**{**row, "rewrites": tuple(row["rewrites"])}) for row in data.pop("graphs"))
-    data |= {key: Prediction(**data[key]) for key in ("planned", "unplanned")} | {"plain": tuple(data["plain"])}
+    data |= {key: prediction(data[key]) for key in ("planned", "unplanned")} | {"plain": tuple(data["plain"])}
+    data["pareto"] = tuple(map(tuple, data["pareto"]))
     assert encore.Report(**data, decisions=rows, graphs=graphs) == report
+
+
+def prediction(data: dict[str, Any]) -> Prediction:
+    profile = data.pop("profile")
+    columns = {layer: tuple(column) for layer, column in profile.pop("bytes").items()}
+    told: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in profile.items()}
+    return Prediction(**data, profile=Profile(**told, bytes=columns))
 
 
 def test_bytes_beside_the_step_are_resident() -> None:
@@ -156,7 +166,7 @@ def test_folded_rows_stand_by_their_total() -> None:
     ],
 )
 def test_the_common_path(paths: list[str], common: str) -> None:
-    assert _common_path(paths) == common
+    assert common_path(paths) == common
 
 
 def with_rows(rows: list[DecisionRow]) -> str:

@@ -12,7 +12,7 @@ import encore
 from captured import Perceptron, captured
 from encore.api import compiled_call
 from encore.plan import Plan
-from encore.schedule import Kind, Run, Schedule, alive_at_worst, replay, simulate
+from encore.schedule import Kind, Run, Schedule, alive_at_worst, changes, replay, simulate
 from every_workload import every_workload
 from tiny_steps import tiny_step
 
@@ -44,6 +44,31 @@ def test_the_worst_moment_is_the_highest(name: str, lowering: str) -> None:
     alive = [graph.bytes_of(value) for value in alive_at_worst(tiny_step(name, lowering).plan.schedule, timeline)]
     assert alive == sorted(alive, reverse=True)
     assert sum(alive) == worst.live
+
+
+@every_workload
+def test_what_comes_and_goes_adds_up_to_every_moment(name: str, lowering: str) -> None:
+    plan = tiny_step(name, lowering).plan
+    coming = iter((*changes(plan.schedule, plan.timeline), None))
+    change = next(coming)
+    outside, there = dict.fromkeys(Kind, 0), dict[int, tuple[int, Kind]]()
+    for place, moment in enumerate(plan.timeline.moments):
+        while change is not None and change.moment == place:
+            if change.storage is None:
+                outside[change.kind] += change.bytes
+            elif change.bytes < 0:
+                assert there.pop(change.storage) == (-change.bytes, change.kind)
+            else:
+                size, _ = there.get(change.storage, (change.bytes, change.kind))
+                assert (change.storage in there) == (change.value is not None)
+                there[change.storage] = (size, change.kind)
+            change = next(coming)
+        found = dict(outside)
+        for size, kind in there.values():
+            found[kind] += size
+        expected = dict(zip(Kind, moment.by_kind, strict=True)) | {Kind.PARAMETER: 0, Kind.INPUT: 0}
+        assert found == expected, place
+    assert change is None
 
 
 def test_every_byte_of_a_perceptron() -> None:

@@ -182,6 +182,7 @@ class GraphCompilation:
             rewrites=self.rewrites,
             kernels_compiled=fused.compiled,
             offers=() if self.session.workspaces.run else tuple(offers),
+            choices=tuple(offer.told for offer in offers),
         )
         self.session.graphs.append(self.captured)
         self._tell()

@@ -37,6 +37,8 @@ class CapturedGraph:
     """How many of its kernels were neither in memory nor on disk."""
     offers: tuple[Offer, ...] = ()
     """The plans there are to pick from; an estimate keeps them."""
+    choices: tuple[tuple[int, float], ...] = ()
+    """What there was to pick from, as numbers: the step peak and the overhead of every offer."""
 
     def seconds_of_first(self, stage: str, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run, and take the time if this stage has none yet."""

@@ -100,6 +100,8 @@ class Op:
     """Did eager's forward run it?"""
     forward: bool = False
     """Does our forward run it? Everything else runs in backward."""
+    again: bool = False
+    """Is it a copy of a forward operator, by which backward makes a value that was let go?"""
 
     def copy(self, number: int) -> Op:
         """The same operator at a position of another graph."""
@@ -117,6 +119,7 @@ class Op:
             self.source,
             self.traced_in_forward,
             self.forward,
+            self.again,
         )
 
 

@@ -31,6 +31,12 @@ class Offer:
         """The plan as it will run."""
         return dataclasses.replace(self.fuse(self.separate), overhead=self.overhead)
 
+    @property
+    def told(self) -> tuple[int, float]:
+        """Step peak and overhead as numbers; the peak is exact if somebody has built the plan."""
+        built: Plan | None = self.__dict__.get("plan")
+        return self.step_peak if built is None else built.timeline.step_peak, self.overhead
+
     @classmethod
     def of(cls, plan: Plan) -> Offer:
         """A plan that is there already."""

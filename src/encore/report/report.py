@@ -5,15 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from encore.errors import BudgetError
 from encore.options import Budget, Options, parse_budget
 from encore.plan import GraphPlan, Plan, SavedPlan, choose, stack_plans
+from encore.report.allocations import Allocation, allocations_of
+from encore.report.files import write_whole
+from encore.report.names import operator_name
+from encore.report.points import Curve, Point, best
+from encore.report.profile import Profile, profile_of
 from encore.report.table import render
 from encore.schedule import Fused, Kind, Timeline
+from encore.units import bytes_text
 
 if TYPE_CHECKING:
     from encore.capture.session import CapturedGraph, PlainGraph
@@ -26,6 +35,9 @@ FIRST_STEP = {
     "first run": ("first forward", "first backward"),
 }
 """What the stages of a first step are to a user who waits for it."""
+NO_PLAN = SavedPlan("", ())
+NUMBERS = re.compile(r"\[\n[-+.,eE\d\s]+\]")
+"""A list of numbers in indented JSON, which goes on one line: a timeline has thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,8 @@ class Prediction:
     """The step's time; 0 where no plan was looked for."""
     at_peak: dict[str, int]
     """Bytes alive at the worst moment, by kind."""
+    profile: Profile
+    """Memory over the step, by kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,9 @@ class DecisionRow:
     action: str
     why: str
     seconds: float
+    """What computing it again costs."""
+    operator: str = ""
+    """What makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +99,30 @@ class GraphRow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a step takes, and what was decided. `print` it, or take `to_json()`."""
+    """What a step takes, and what was decided, as plain numbers and names: no graph and no tensor is held. `print` it,
+    look at it (`to_html`, `to_png`, `to_snapshot`), or take `to_json()`."""
 
     name: str
     resident: int
     """Bytes of parameters, buffers and inputs, and of what `resident=` or `optimizer=` added."""
+    budget: int | None
+    """Upper bound on resident + step_peak, in bytes, where one was given."""
+    asked: str
+    """What the plan was to do."""
     unplanned: Prediction
     planned: Prediction
+    pareto: Curve
+    """The plans there were to pick from: (resident + step_peak in bytes, overhead), fastest first. What the plan that
+    was taken needs is exact, what others need is as close as the search looked."""
     decisions: tuple[DecisionRow, ...]
     graphs: tuple[GraphRow, ...]
     plain: tuple[str, ...]
     """Parts that run as plain PyTorch, and why."""
     lowering: str
-    captured: tuple[CapturedGraph, ...] = field(default=(), repr=False, compare=False)
-    """The graphs that it tells about."""
+    plan: SavedPlan = field(default=NO_PLAN, repr=False, compare=False)
+    """What was decided, to be saved and used again: `encore.compile(model, plan=...)`."""
+    allocations: tuple[Allocation, ...] = field(default=(), repr=False, compare=False)
+    """Everything the planned step allocates, in order."""
 
     @classmethod
     def of(
@@ -103,23 +130,32 @@ class Report:
     ) -> Report:
         """Put the graphs of one step together."""
         distinct = list({id(graph): graph for graph in graphs}.values())
+        plans = [graph.plan for graph in graphs]
+        resident = stack_plans(plans).resident + options.resident
+        planned = _predict(plans, options.resident)
         return cls(
             name=name,
-            resident=stack_plans([graph.plan for graph in graphs]).resident + options.resident,
-            unplanned=_predict([graph.unplanned for graph in graphs]),
-            planned=_predict([graph.plan for graph in graphs]),
+            resident=resident,
+            budget=_limit(graphs, options, resident),
+            asked=_asked(options),
+            unplanned=_predict([graph.unplanned for graph in graphs], options.resident),
+            planned=planned,
+            pareto=_pareto(graphs, resident, planned),
             decisions=tuple(row for graph in distinct for row in _decisions(graph)),
             graphs=tuple(_graph_row(graph) for graph in graphs),
             plain=tuple(f"{part.name}: {part.reason}" for part in plain),
             lowering=options.lowering,
-            captured=tuple(distinct),
+            plan=SavedPlan(
+                options.lowering,
+                tuple(GraphPlan.of(graph.unplanned.schedule.graph, graph.plan) for graph in distinct),
+            ),
+            allocations=allocations_of(plans),
         )
 
     @property
-    def plan(self) -> SavedPlan:
-        """What was decided, to be saved and used again: `encore.compile(model, plan=...)`."""
-        graphs = (GraphPlan.of(graph.unplanned.schedule.graph, graph.plan) for graph in self.captured)
-        return SavedPlan(self.lowering, tuple(graphs))
+    def beside(self) -> int:
+        """Bytes that `resident=` or `optimizer=` added."""
+        return self.planned.profile.bytes["beside the step"][0]
 
     @property
     def first_step(self) -> dict[str, float]:
@@ -131,13 +167,34 @@ class Report:
         return total
 
     def to_dict(self) -> dict[str, Any]:
-        told = dataclasses.asdict(dataclasses.replace(self, captured=()))
-        del told["captured"]
+        told = dataclasses.asdict(dataclasses.replace(self, plan=NO_PLAN, allocations=()))
+        del told["plan"], told["allocations"]
         return {"encore_report": 1, **told}
 
     def to_json(self) -> str:
         """The whole report as JSON; `encore_report` is the version of its layout."""
-        return json.dumps(self.to_dict(), indent=2)
+        return NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(self.to_dict(), indent=2))
+
+    def to_html(
+        self, path: str | os.PathLike[str], *, measured: Sequence[Point] = (), peers: Sequence[Point] = ()
+    ) -> Path:
+        """Write a page with memory over the step, the plans there were and every decision. It opens without a network.
+        What was `measured`, and what `peers` take, are drawn beside the plans."""
+        from encore.report.page import page
+
+        return write_whole(path, page(self, measured=measured, peers=peers).encode())
+
+    def to_png(self, path: str | os.PathLike[str]) -> Path:
+        """Write a picture of memory over the step; wants matplotlib (`pip install encore-torch[plots]`)."""
+        from encore.report.picture import timeline_png
+
+        return write_whole(path, timeline_png(self))
+
+    def to_snapshot(self, path: str | os.PathLike[str]) -> Path:
+        """Write the predicted step as a snapshot that PyTorch's memory viewer opens (pytorch.org/memory_viz)."""
+        from encore.report.snapshot import snapshot_bytes
+
+        return write_whole(path, snapshot_bytes(self))
 
     def __str__(self) -> str:
         return render(self)
@@ -179,7 +236,7 @@ class Estimate:
     def fits(self, budget: int | float | str | Budget) -> bool:
         """Is there a plan within the budget?"""
         try:
-            self.plan(budget)
+            self._pick(dataclasses.replace(self.options, budget=parse_budget(budget), overhead=None))
         except BudgetError:
             return False
         return True
@@ -188,8 +245,13 @@ class Estimate:
         """The report of the plan this budget would get; raises `BudgetError` where there is none."""
         options = dataclasses.replace(self.options, budget=parse_budget(budget), overhead=None)
         picked = zip(self.captured, self._pick(options), strict=True)
-        planned = [dataclasses.replace(graph, plan=plan) for graph, plan in picked]
-        return dataclasses.replace(Report.of(self.report.name, planned, options), plain=self.report.plain)
+        planned = [
+            dataclasses.replace(graph, plan=plan, choices=tuple(offer.told for offer in graph.offers))
+            for graph, plan in picked
+        ]
+        report = Report.of(self.report.name, planned, options)
+        exact: Curve = self.__dict__.get("pareto", report.pareto)
+        return dataclasses.replace(report, plain=self.report.plain, pareto=exact)
 
     def _pick(self, options: Options) -> list[Plan]:
         """The plan of every graph, as the running step would pick them one after the other."""
@@ -209,7 +271,40 @@ def _total_of(plans: Sequence[Plan], options: Options) -> int:
 # -- from graphs to numbers ------------------------------------------------------------------------------------------
 
 
-def _predict(plans: Sequence[Plan]) -> Prediction:
+def _limit(graphs: Sequence[CapturedGraph], options: Options, resident: int) -> int | None:
+    """The budget in bytes. A share is one of the step with everything kept, as it would run; a step of several graphs
+    holds it against each of them, and no one number stands for that."""
+    if options.budget is None or options.budget.is_floor:
+        return None
+    if options.budget.bytes is not None:
+        return options.budget.bytes
+    return options.budget.resolve(resident + graphs[0].choices[0][0]) if len(graphs) == 1 else None
+
+
+def _asked(options: Options) -> str:
+    if options.plan is not None:
+        return "a plan made before"
+    if options.budget is None:
+        return f"the smallest peak for at most {100 * options.allowed_overhead:.3g} % more time"
+    if options.budget.is_floor:
+        return "the lowest reachable peak"
+    if options.budget.share is not None:
+        return f"the fastest step within {100 * options.budget.share:.4g} % of the unplanned peak"
+    return f"the fastest step within {bytes_text(options.budget.resolve(0))}"
+
+
+def _pareto(graphs: Sequence[CapturedGraph], resident: int, planned: Prediction) -> Curve:
+    """The plan that was taken and, for a step of one graph, those that were not: what several graphs would hold
+    together is known of plans that have been built, and only the one that is taken has."""
+    taken = (resident + planned.step_peak, planned.overhead)
+    if len(graphs) > 1:
+        return (taken,)
+    plan = graphs[0].plan
+    others = [(resident + peak, overhead) for peak, overhead in graphs[0].choices if overhead != plan.overhead]
+    return best([(resident + plan.timeline.step_peak, plan.overhead), *others])
+
+
+def _predict(plans: Sequence[Plan], beside: int) -> Prediction:
     whole = stack_plans(plans)
     worst = plans[whole.worst].timeline
     at_peak = _kinds_at_worst(worst)
@@ -221,6 +316,7 @@ def _predict(plans: Sequence[Plan]) -> Prediction:
         overhead=_overhead(plans),
         seconds=sum(plan.seconds for plan in plans),
         at_peak=at_peak,
+        profile=profile_of(plans, beside),
     )
 
 
@@ -252,6 +348,7 @@ def _decisions(captured: CapturedGraph) -> list[DecisionRow]:
                 action=decision.action,
                 why=decision.why,
                 seconds=decision.seconds,
+                operator=operator_name(producer) if producer else "",
             )
         )
     return rows

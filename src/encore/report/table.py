@@ -88,15 +88,20 @@ def _decisions(report: Report) -> str:
 
 def fold(decisions: Iterable[DecisionRow]) -> list[tuple[DecisionRow, int, str]]:
     """Group rows that differ only in a layer's number or a time step: (first row, how many, module), largest first."""
+    return [(rows[0], len(rows), module) for rows, module in fold_members(decisions)]
+
+
+def fold_members(decisions: Iterable[DecisionRow]) -> list[tuple[list[DecisionRow], str]]:
+    """The same with all rows of each group."""
     groups: dict[tuple[object, ...], list[DecisionRow]] = {}
     for row in decisions:
-        key = (NUMBER.sub("#", row.module), row.shape, row.bytes, row.source, row.action, row.why)
+        key = (NUMBER.sub("#", row.module), row.operator, row.shape, row.bytes, row.source, row.action, row.why)
         groups.setdefault(key, []).append(row)
-    folded = [(rows[0], len(rows), _common_path([row.module for row in rows])) for rows in groups.values()]
-    return sorted(folded, key=lambda item: -item[0].bytes * item[1])
+    folded = [(rows, common_path([row.module for row in rows])) for rows in groups.values()]
+    return sorted(folded, key=lambda item: -item[0][0].bytes * len(item[0]))
 
 
-def _common_path(paths: list[str]) -> str:
+def common_path(paths: list[str]) -> str:
     """`layers.0.fc`, ..., `layers.5.fc` -> `layers.[0-5].fc`."""
     numbers = [[int(digits) for digits in NUMBER.findall(path)] for path in paths]
     pieces = NUMBER.split(paths[0])

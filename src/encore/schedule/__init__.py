@@ -7,11 +7,12 @@ from encore.schedule.actions import Action, Free, Fused, Run, Schedule
 from encore.schedule.fusion import Fusion, fuse
 from encore.schedule.order import schedule_step
 from encore.schedule.replay import replay
-from encore.schedule.simulate import Kind, Timeline, alive_at_worst, simulate
-from encore.schedule.stack import Stack, stack
+from encore.schedule.simulate import Change, Kind, Timeline, alive_at_worst, changes, simulate
+from encore.schedule.stack import Stack, residents, stack, stretches
 
 __all__ = [
     "Action",
+    "Change",
     "Free",
     "Fused",
     "Fusion",
@@ -21,9 +22,12 @@ __all__ = [
     "Stack",
     "Timeline",
     "alive_at_worst",
+    "changes",
     "fuse",
     "replay",
+    "residents",
     "schedule_step",
     "simulate",
     "stack",
+    "stretches",
 ]

@@ -231,6 +231,7 @@ class _Copier:
             kind=OpClass.CHEAP if random else classify(target),
             forward=False,
             traced_in_forward=False,
+            again=True,
         )
         self.backward.append(op)
         return op

@@ -27,6 +27,7 @@ class Kind(enum.Enum):
     INPUT = "input"
     GRADIENT = "gradient"
     FEATURE_MAP = "feature map"
+    RECOMPUTED = "recomputed"
     OUTPUT = "output"
     TEMPORARY = "temporary"
     WORKSPACE = "workspace"
@@ -68,6 +69,20 @@ class Timeline:
         return self.moments[self.worst].peak
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Memory that came (`bytes` above 0), went (below 0), or was taken over by another value (0), on the way to a
+    moment."""
+
+    moment: int
+    storage: int | None
+    """None for memory of somebody outside that no value of the graph stands for."""
+    bytes: int
+    kind: Kind
+    value: int | None = None
+    """The value that takes the memory over."""
+
+
 def simulate(
     schedule: Schedule, workspace: Workspace = lambda graph, op: 0, *, outputs_outlive: bool = True
 ) -> Timeline:
@@ -92,6 +107,17 @@ def alive_at_worst(schedule: Schedule, timeline: Timeline) -> tuple[int, ...]:
     return walk.alive()
 
 
+def changes(schedule: Schedule, timeline: Timeline, *, first: bool = True) -> list[Change]:
+    """Every storage that comes and goes in a simulated schedule, in order; workspaces are in the timeline's moments.
+    A graph that is not the `first` of its step hands the gradients of its inputs on after the last moment."""
+    noted: list[Change] = []
+    walk = _Walk(schedule, lambda graph, op: 0, changes=noted)
+    _walk_step(walk, schedule, timeline.outputs_outlive)
+    if not first:
+        walk.hand_on_gradients()
+    return noted
+
+
 def _walk_step(walk: _Walk, schedule: Schedule, outputs_outlive: bool) -> int:
     """The whole step; returns the bytes alive between forward and backward."""
     graph = schedule.graph
@@ -114,8 +140,15 @@ class _Reached(Exception):  # noqa: N818 - not an error: the walk has come as fa
 
 
 class _Walk:
-    def __init__(self, schedule: Schedule, workspace: Workspace, stop_at: int | None = None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        workspace: Workspace,
+        stop_at: int | None = None,
+        changes: list[Change] | None = None,
+    ) -> None:
         self.stop_at = stop_at
+        self.changes = changes
         self.graph = schedule.graph
         self.workspace = workspace
         self.external = self.graph.external
@@ -167,6 +200,8 @@ class _Walk:
         """Memory of somebody outside that no value of the graph stands for."""
         self.live += size
         self.by_kind[INDEX[kind]] += size
+        if size:
+            self._change(None, size, INDEX[kind])
 
     def let_go(self, values: Iterable[int]) -> None:
         """Somebody outside no longer keeps these."""
@@ -195,6 +230,12 @@ class _Walk:
                     self._unbind(value)
             seen.add(storage)
         self.note("end", None, 0)
+
+    def hand_on_gradients(self) -> None:
+        """Gradients of inputs are the tangents of the graph before, which counts them as its own."""
+        for primal, value in zip(self.graph.primals, self.graph.gradients, strict=False):
+            if value is not None and self.graph.values[primal].role is not Role.PARAMETER:
+                self._unbind(value)
 
     def alive(self) -> tuple[int, ...]:
         """One value for every storage alive now, largest storage first: the one made last where several look at it."""
@@ -227,6 +268,7 @@ class _Walk:
             self.storage_of[value] = new
         if self.kind_of[old] != self.kind_of[new]:
             self._change_kind(new, self.kind_of[old])
+        self._change(new, 0, self.kind_of[new], result)
 
     def _change_kind(self, storage: int, kind: int) -> None:
         size = self.bytes_of[storage]
@@ -251,6 +293,12 @@ class _Walk:
     def _add(self, storage: int, size: int) -> None:
         self.live += size
         self.by_kind[self.kind_of[storage]] += size
+        if size:
+            self._change(storage, size, self.kind_of[storage])
+
+    def _change(self, storage: int | None, size: int, kind: int, value: int | None = None) -> None:
+        if self.changes is not None:
+            self.changes.append(Change(len(self.moments), storage, size, tuple(Kind)[kind], value))
 
     def _count_resident(self) -> int:
         for storage in self.external:
@@ -268,6 +316,7 @@ def _kinds(schedule: Schedule) -> list[int]:
             if value is not None and (storage := graph.values[value].storage) is not None:
                 kinds[storage] = INDEX[kind]
 
+    mark((value for op in graph.ops if op.again for value in op.writes), Kind.RECOMPUTED)
     mark(graph.outputs, Kind.OUTPUT)
     mark(schedule.saved, Kind.FEATURE_MAP)
     mark((*graph.gradients, *graph.tangents), Kind.GRADIENT)
