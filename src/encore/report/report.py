@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from encore.errors import BudgetError
-from encore.options import Budget, Options, parse_budget
+from encore.options import Budget, Options, make_options, parse_budget
 from encore.plan import GraphPlan, Plan, SavedPlan, choose, stack_plans
 from encore.report.table import render
 from encore.schedule import Fused, Kind, Timeline
@@ -96,6 +96,8 @@ class Report:
     lowering: str
     captured: tuple[CapturedGraph, ...] = field(default=(), repr=False, compare=False)
     """The graphs that it tells about."""
+    beside: int = 0
+    """The part of `resident` that `resident=` or `optimizer=` added."""
 
     @classmethod
     def of(
@@ -113,6 +115,7 @@ class Report:
             plain=tuple(f"{part.name}: {part.reason}" for part in plain),
             lowering=options.lowering,
             captured=tuple(distinct),
+            beside=options.resident,
         )
 
     @property
@@ -150,6 +153,15 @@ class Estimate:
     report: Report
     captured: tuple[CapturedGraph, ...]
     options: Options
+
+    def beside(self, *, resident: int = 0, optimizer: Any = None) -> Estimate:
+        """The same step with so many bytes beside it, or with an optimizer's state: budgets must hold them, too."""
+        counted = make_options({"resident": resident, "optimizer": optimizer}).resident
+        options = dataclasses.replace(self.options, resident=counted)
+        parts = self.report.resident - self.report.beside
+        return Estimate(
+            dataclasses.replace(self.report, resident=parts + counted, beside=counted), self.captured, options
+        )
 
     @property
     def resident(self) -> int:
