@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import encore
 from encore.kernels import build, draws
 
 
@@ -50,3 +52,15 @@ def test_without_a_compiler_pytorch_flips_them(monkeypatch: pytest.MonkeyPatch) 
         expected = torch.empty(2000, dtype=torch.bool).bernoulli_(0.7)
         torch.manual_seed(3)
         assert torch.equal(draws.flip_coins_(torch.empty(2000, dtype=torch.bool), 0.7), expected)
+
+
+def test_tensors_without_memory_get_none() -> None:
+    with FakeTensorMode():
+        found = draws.flip_coins_(torch.empty(2000, dtype=torch.bool), 0.7)
+        assert found.shape == (2000,)
+
+
+def test_dropout_is_estimated() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 1))
+    estimate = encore.estimate(model, torch.randn(32, 64))
+    assert estimate.unplanned.step_peak > 0

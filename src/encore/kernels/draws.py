@@ -25,7 +25,8 @@ Coins = Callable[[int, int, int, int], None]
 def flip_coins_(coins: torch.Tensor, p: float) -> torch.Tensor:
     """Fill a dense tensor of booleans, in the order of its memory: true with probability `p`."""
     generator = torch.default_generator
-    flip = None if coins.device.type != "cpu" or coins.numel() < FEW else _compiled()
+    is_plain = type(coins) is torch.Tensor and coins.device.type == "cpu"  # an estimate's tensors have no memory
+    flip = _compiled() if is_plain and coins.numel() >= FEW else None
     if flip is None:
         return coins.bernoulli_(p)
     state = generator.get_state()
