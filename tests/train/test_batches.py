@@ -70,5 +70,5 @@ def test_both_sides_train_within_the_budget(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_budget_that_holds_no_batch_leaves_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "transformer", *TINY, "--largest-batch", "--budget", "20KB"]) == 2
+    assert main(["train", "transformer", "--size", "tiny", *TINY, "--largest-batch", "--budget", "20KB"]) == 2
     assert "encore: a budget of 20000 bytes" in capsys.readouterr().err

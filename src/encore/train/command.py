@@ -21,7 +21,8 @@ def run(arguments: argparse.Namespace) -> Outcome | LargestBatch:
     if not arguments.largest_batch:
         with _warnings_in_a_line():
             return train(settings, arguments.steps, arguments.checkpoint)
-    if arguments.checkpoint is not None or "batch_size" in settings.sizes:
+    typed_batch = arguments.batch_size is not None or any(text.startswith("batch_size=") for text in arguments.size)
+    if arguments.checkpoint is not None or typed_batch:
         raise OptionError("--largest-batch looks for a batch size; give it without --batch-size and --checkpoint")
     with _warnings_in_a_line():
         return largest_batch(settings)
