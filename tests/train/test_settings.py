@@ -48,6 +48,11 @@ def test_sizes_are_of_the_kind_that_the_workload_wants() -> None:
             ["lm", "--budget", "1GiB", "--overhead", "0.1"],
             "budget= and overhead= exclude each other; give one of them",
         ),
+        (
+            ["transformer", "--size", "tiny", "--size", "heads=5"],
+            "transformer cannot be built with batch_size=8, hidden=32, layers=2, heads=5, steps=20: "
+            "hidden=32 cannot be shared out among heads=5: take a multiple of it",
+        ),
         (["lm", "--lowering", "fast"], "lowering='fast' does not exist; it can be 'eager', 'fused'"),
         (
             ["lm", "--largest-batch"],

@@ -85,7 +85,7 @@ class _Run:
     def _note(self) -> str:
         parts = [f"loss {self.training.losses[-1]:.4f}"]
         if self.score is not None:
-            parts.append(score_text(self.score))
+            parts.append(score_text(dict(list(self.score.items())[:1])))  # a bar has room for one
         if self.examples_per_second is not None:
             parts.append(f"{self.examples_per_second:.4g} examples/s")
         return "  ".join(parts)
