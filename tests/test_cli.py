@@ -26,6 +26,7 @@ commands:
     env       show what Encore finds on this machine
     estimate  predict what a training step takes; nothing runs
     plan      show the plan that a budget gets, and all others; nothing runs
+    train     train a workload within a budget; a run that was killed goes on
     bench     compare Encore with eager PyTorch and with torch.compile
 """
 
@@ -76,6 +77,35 @@ options:
   --save FILE  write the plan to FILE, for encore.compile(plan=FILE)
   --html FILE  write the plan's page to FILE, for a browser
   --json       print the plan as JSON
+""",
+    "train": """\
+usage: encore train [-h] [--budget B] [--overhead F] [--eager] [--lowering L] [--steps N] [--batch-size N]
+                    [--size NAME=N] [--source FILE] [--target FILE] [--learning-rate R] [--seed N] [--checkpoint DIR]
+                    [--every N] [--largest-batch] [--json]
+                    WORKLOAD
+
+Train a workload within a budget; a run that was killed goes on.
+
+positional arguments:
+  WORKLOAD           its name; a wrong one lists those there are
+
+options:
+  -h, --help         show this help message and exit
+  --budget B         bytes, 2GiB, 500MB, 60% or min; exit code 2 if out of reach
+  --overhead F       extra time allowed, as a fraction (default: 0.05)
+  --eager            plain PyTorch, to compare with
+  --lowering L       fused or eager: whose gradients are plain PyTorch's, bit for bit
+  --steps N          steps to train in all (default: 100)
+  --batch-size N     examples a step (default: the workload's)
+  --size NAME=N      a size, such as hidden=512, or tiny
+  --source FILE      your own text, a sentence a line (nmt)
+  --target FILE      its translation, line by line (nmt)
+  --learning-rate R  Adam's (default: the workload's)
+  --seed N           of weights and dropout (default: 0)
+  --checkpoint DIR   keep checkpoints there, and go on from the newest
+  --every N          steps between checkpoints (default: 50)
+  --largest-batch    find the largest batch that fits, with and without Encore
+  --json             print the numbers as JSON
 """,
     "bench": """\
 usage: encore bench [-h] [--quick] [--json FILE] [--plots FOLDER] [--docs] [suite]

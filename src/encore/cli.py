@@ -1,4 +1,4 @@
-"""The command line: `encore demo | env | estimate | plan | bench`.
+"""The command line: `encore demo | env | estimate | plan | train | bench`.
 
 Exit codes: 0 done; 1 an error, told in one line on stderr; 2 a budget that cannot be met, and nothing else.
 Results go to stdout, progress and errors to stderr.
@@ -82,6 +82,32 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--html", type=Path, metavar="FILE", help="write the plan's page to FILE, for a browser")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
 
+    train = command("train", run_train, "train a workload within a budget; a run that was killed goes on")
+    train.add_argument("workload", metavar="WORKLOAD", help="its name; a wrong one lists those there are")
+    train.add_argument("--budget", metavar="B", help="bytes, 2GiB, 500MB, 60%% or min; exit code 2 if out of reach")
+    train.add_argument("--overhead", type=float, metavar="F", help="extra time allowed, as a fraction (default: 0.05)")
+    train.add_argument("--eager", action="store_true", help="plain PyTorch, to compare with")
+    train.add_argument(
+        "--lowering", metavar="L", help="fused or eager: whose gradients are plain PyTorch's, bit for bit"
+    )
+    train.add_argument("--steps", type=int, default=100, metavar="N", help="steps to train in all (default: 100)")
+    train.add_argument("--batch-size", type=int, metavar="N", help="examples a step (default: the workload's)")
+    train.add_argument(
+        "--size", action="append", default=[], metavar="NAME=N", help="a size, such as hidden=512, or tiny"
+    )
+    train.add_argument("--source", metavar="FILE", help="your own text, a sentence a line (nmt)")
+    train.add_argument("--target", metavar="FILE", help="its translation, line by line (nmt)")
+    train.add_argument("--learning-rate", type=float, metavar="R", help="Adam's (default: the workload's)")
+    train.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and dropout (default: 0)")
+    train.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="keep checkpoints there, and go on from the newest"
+    )
+    train.add_argument("--every", type=int, default=50, metavar="N", help="steps between checkpoints (default: 50)")
+    train.add_argument(
+        "--largest-batch", action="store_true", help="find the largest batch that fits, with and without Encore"
+    )
+    train.add_argument("--json", action="store_true", help="print the numbers as JSON")
+
     bench = command("bench", run_bench, "compare Encore with eager PyTorch and with torch.compile")
     bench.add_argument("suite", nargs="?", default="echo", help="spine, fast, plan, echo, gist or rnn (default: echo)")
     bench.add_argument("--quick", action="store_true", help="tiny sizes: does everything work?")
@@ -151,6 +177,14 @@ def run_plan(arguments: argparse.Namespace) -> int:
     print("\nplans, fastest first (resident + step peak, extra time):")
     for total, overhead in pareto:
         print(f"  {bytes_text(total):>12}  {overhead:>6.1%}")
+    return DONE
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    from encore.train.command import run
+
+    found = run(arguments)
+    print(found.to_json() if arguments.json else found)
     return DONE
 
 

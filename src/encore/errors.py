@@ -30,6 +30,14 @@ class VerificationError(EncoreError, AssertionError):
     """A planned step and plain eager PyTorch disagree; the message names the first difference."""
 
 
+class CheckpointError(EncoreError):
+    """A checkpoint that cannot be written or read, or that another run has made."""
+
+
+class StoppedError(EncoreError):
+    """A training run that was asked to stop before its last step."""
+
+
 class IllegalGraphError(EncoreError):
     """A graph or schedule broke a rule of `encore.graph.verify` or `encore.schedule.replay`: a bug in Encore."""
 

@@ -117,7 +117,24 @@ def prediction(data: dict[str, Any]) -> Prediction:
 def test_bytes_beside_the_step_are_resident() -> None:
     model = encore.compile(Deep(), resident=1000, lowering="eager")
     train_step(model, torch.randn(16, 8))
-    assert encore.report(model).resident == deep_report().resident + 1000
+    report = encore.report(model)
+    assert report.resident == deep_report().resident + 1000
+    assert report.beside == 1000
+    assert "parameters, buffers, inputs; 1000 B beside the step (optimizer)" in str(report)
+
+
+def test_an_estimate_counts_bytes_beside_the_step() -> None:
+    model, x = Deep(), torch.randn(16, 8)
+    alone = encore.estimate(model, x)
+    optimizer = torch.optim.Adam(model.parameters())
+    beside = alone.beside(optimizer=optimizer, resident=10)
+    parameters = list(model.parameters())
+    extra = sum(2 * parameter.nbytes + 4 for parameter in parameters) + 10
+    assert beside.resident == alone.resident + extra
+    assert beside.floor == alone.floor + extra
+    assert beside.beside(resident=10).resident == alone.resident + 10
+    assert beside.plan(beside.floor).resident == beside.resident
+    assert not beside.fits(alone.floor)
 
 
 # -- folding -----------------------------------------------------------------------------------------------------------

@@ -41,6 +41,11 @@ class MachineCache:
             self._loaded()[key] = number
             self._unsaved = True
 
+    def matching(self, prefixes: tuple[str, ...]) -> dict[str, float]:
+        """The entries whose keys begin in one of these ways."""
+        with self._lock:
+            return {key: number for key, number in self._loaded().items() if key.startswith(prefixes)}
+
     def save(self) -> None:
         """Write new entries, keeping those another process has added meanwhile."""
         with self._lock:

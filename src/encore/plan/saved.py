@@ -75,12 +75,14 @@ class SavedPlan:
             raise PlanError(f"the plan is for {len(self.graphs)} graphs, the model has more; plan anew")
         return self.graphs[number]
 
+    def to_json(self) -> str:
+        return json.dumps({"encore_plan": VERSION, **dataclasses.asdict(self)}, indent=1)
+
     def save(self, path: str | Path) -> None:
         """Write it as JSON; the file is there whole or not at all."""
         target = Path(path)
-        text = json.dumps({"encore_plan": VERSION, **dataclasses.asdict(self)}, indent=1)
         beside = target.with_name(f"{target.name}.part")
-        beside.write_text(text)
+        beside.write_text(self.to_json())
         beside.replace(target)
 
     @classmethod

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from encore.errors import BudgetError
-from encore.options import Budget, Options, parse_budget
+from encore.options import Budget, Options, make_options, parse_budget
 from encore.plan import GraphPlan, Plan, SavedPlan, choose, stack_plans
 from encore.report.allocations import Allocation, allocations_of
 from encore.report.files import write_whole
@@ -123,6 +123,8 @@ class Report:
     """What was decided, to be saved and used again: `encore.compile(model, plan=...)`."""
     allocations: tuple[Allocation, ...] = field(default=(), repr=False, compare=False)
     """Everything the planned step allocates, in order."""
+    beside: int = 0
+    """The part of `resident` that `resident=` or `optimizer=` added."""
 
     @classmethod
     def of(
@@ -150,12 +152,8 @@ class Report:
                 tuple(GraphPlan.of(graph.unplanned.schedule.graph, graph.plan) for graph in distinct),
             ),
             allocations=allocations_of(plans),
+            beside=options.resident,
         )
-
-    @property
-    def beside(self) -> int:
-        """Bytes that `resident=` or `optimizer=` added."""
-        return self.planned.profile.bytes["beside the step"][0]
 
     @property
     def first_step(self) -> dict[str, float]:
@@ -207,6 +205,13 @@ class Estimate:
     report: Report
     captured: tuple[CapturedGraph, ...]
     options: Options
+
+    def beside(self, *, resident: int = 0, optimizer: Any = None) -> Estimate:
+        """The same step with so many bytes beside it, or with an optimizer's state: budgets must hold them, too."""
+        counted = make_options({"resident": resident, "optimizer": optimizer}).resident
+        options = dataclasses.replace(self.options, resident=counted)
+        report = Report.of(self.report.name, self.captured, options)
+        return Estimate(dataclasses.replace(report, plain=self.report.plain), self.captured, options)
 
     @property
     def resident(self) -> int:

@@ -28,9 +28,10 @@ def render(report: Report) -> str:
 
 def _totals(report: Report) -> str:
     planned, unplanned = report.planned, bytes_text(report.unplanned.step_peak)
+    beside = f"; {bytes_text(report.beside)} beside the step (optimizer)" if report.beside else ""
     lines = [
         f"Encore: {report.name} ({report.lowering} lowering)",
-        f"  resident          {bytes_text(report.resident):>11}   parameters, buffers, inputs",
+        f"  resident          {bytes_text(report.resident):>11}   parameters, buffers, inputs{beside}",
         f"  step peak         {bytes_text(planned.step_peak):>11}   predicted; unplanned {unplanned}",
         f"  saved for backward{bytes_text(planned.saved):>11}",
         f"  overhead          {planned.overhead:>10.1%}    predicted extra time",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,20 @@ SPEAKERS = 4
 """Convolutions that are timed to stand for all of a model."""
 SAMPLE = 8
 """Products of a long loop that are timed to stand for all."""
+REWRITE, CHANNELS_LAST = "rewrite ", "channels last "
+"""How the keys begin under which this machine's judgements are kept."""
+
+
+def judgements() -> dict[str, float]:
+    """Every judgement made on this machine so far. Sums come out in an order that depends on them, so whoever wants the
+    same bits in another process takes them along."""
+    return machine_cache().matching((REWRITE, CHANNELS_LAST))
+
+
+def remember_judgements(made: Mapping[str, float]) -> None:
+    """Judge as before, whatever a new measurement would say."""
+    for key, ratio in made.items():
+        machine_cache().put(key, ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +138,7 @@ class Judge:
         total = sum(shape.work * convolutions.count(shape) for shape in heaviest)
         ratio = 0.0
         for shape in heaviest:
-            key = f"channels last {shape} threads={torch.get_num_threads()}"
+            key = f"{CHANNELS_LAST}{shape} threads={torch.get_num_threads()}"
             measured = self.cache.get(key)
             if measured is None:
                 if not self.run:
@@ -141,7 +155,7 @@ class Judge:
     ) -> bool:
         left, right = graph.values[example.left], graph.values[example.right]
         key = (
-            f"rewrite {what} {left.dtype} {left.shape}{left.stride} @ {right.shape}{right.stride} "
+            f"{REWRITE}{what} {left.dtype} {left.shape}{left.stride} @ {right.shape}{right.stride} "
             f"{device_of(graph, example.left)} threads={torch.get_num_threads()}"
         )
         ratio = self.cache.get(key)

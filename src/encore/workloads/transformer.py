@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from encore.errors import OptionError
 from encore.workloads.data.sums import ALPHABET, RESULT, SUM, tape_of_sums
 from encore.workloads.metrics import perplexity
 from encore.workloads.workload import Batch, Workload, batch_generator, evaluating, held_out_generator
@@ -109,6 +110,8 @@ def workload(
     dropout: float = 0.1,
 ) -> Workload:
     """Sequences of `steps` tokens; a batch is the tokens and, for each, the one that follows."""
+    if hidden % heads:
+        raise OptionError(f"hidden={hidden} cannot be shared out among heads={heads}: take a multiple of it")
 
     def rows(count: int, generator: torch.Generator, *, held_out: bool) -> Batch:
         tape = tape_of_sums(count, steps + 1, generator, held_out=held_out)
