@@ -22,7 +22,7 @@ options:
 
 commands:
   COMMAND
-    demo      train a small language model in eager and through Encore, side by side
+    demo      train a translator in eager and, in half of the memory, through Encore
     env       show what Encore finds on this machine
     estimate  predict what a training step takes; nothing runs
     plan      show the plan that a budget gets, and all others; nothing runs
@@ -32,14 +32,15 @@ commands:
 
 HELP_OF = {
     "demo": """\
-usage: encore demo [-h] [--steps N] [--json]
+usage: encore demo [-h] [--steps N] [--output FOLDER] [--json]
 
-Train a small language model in eager and through Encore, side by side.
+Train a translator in eager and, in half of the memory, through Encore.
 
 options:
-  -h, --help  show this help message and exit
-  --steps N   training steps of either side (default: 300)
-  --json      print the numbers as JSON
+  -h, --help       show this help message and exit
+  --steps N        training steps of either side (default: 200)
+  --output FOLDER  where the page goes (default: encore-demo)
+  --json           print the numbers as JSON
 """,
     "env": """\
 usage: encore env [-h] [--json]

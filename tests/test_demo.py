@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
+from pathlib import Path
 
 import pytest
 
 from encore import demo
 from encore.cli import main
 
-TINY = {"batch_size": 4, "hidden": 16, "steps": 3}
+TINY = {"batch_size": 16, "hidden": 16, "layers": 1, "steps": 6}
 
 
 @pytest.fixture(scope="module")
 def found() -> demo.Demo:
-    return demo.run(steps=6, sizes=TINY)
+    return demo.run(steps=6, sizes=TINY, budget="70%")
 
 
 def test_losses_are_the_same_up_to_rounding(found: demo.Demo) -> None:
@@ -28,13 +30,35 @@ def test_the_prediction_holds(found: demo.Demo) -> None:
     assert found.encore_peak <= found.predicted_peak <= 1.01 * found.encore_peak
 
 
+def test_the_budget_is_kept_and_less_than_eager_takes(found: demo.Demo) -> None:
+    assert found.within_budget
+    assert found.limit < found.report.resident + found.eager_peak
+    assert found.encore_peak < found.eager_peak
+
+
+def test_both_sides_score_the_same(found: demo.Demo) -> None:
+    assert set(found.encore_scores) == {"exact match", "BLEU"}
+    assert found.encore_scores == pytest.approx(dict(found.eager_scores), abs=1e-3)
+
+
+def test_page_picture_and_snapshot_are_written(found: demo.Demo, tmp_path: Path) -> None:
+    page, picture, snapshot = found.write(tmp_path / "new")
+    text = page.read_text()
+    assert "checkpoint per block" in text
+    assert "Translator" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert set(pickle.loads(snapshot.read_bytes())) >= {"segments", "device_traces"}
+
+
 def test_what_is_printed(found: demo.Demo) -> None:
     text = str(found)
-    assert "written as a Python loop (batch_size 4, hidden 16, steps 3), 6 training steps" in text
+    assert "with attention (batch_size 16, hidden 16, layers 1, steps 6), 6 training steps, budget 70%" in text
+    assert "with parameters: kept" in text
+    assert "translation:" in text
     assert ("identical bit for bit" in text) if found.identical else ("the same curve: losses differ by" in text)
     assert f"{found.eager_losses[-1]:.7f}" in text
     assert f"{found.turns.ratio:.2f}x (median of 5 in turns" in text
-    assert "Encore: LanguageModel" in text
+    assert "Encore: Translator" in text
 
 
 def test_a_difference_is_not_hidden(found: demo.Demo) -> None:
@@ -44,13 +68,16 @@ def test_a_difference_is_not_hidden(found: demo.Demo) -> None:
     assert "BELOW the measured one" in text
 
 
-def test_the_command_prints_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_json(
+    found: demo.Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     whole = demo.run
-    monkeypatch.setattr(demo, "run", lambda steps: whole(steps, TINY))
-    assert main(["demo", "--steps", "2", "--json"]) == 0
+    monkeypatch.setattr(demo, "run", lambda steps: whole(steps, TINY, "80%"))
+    assert main(["demo", "--steps", "2", "--json", "--output", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").exists()
     told = capsys.readouterr()
     numbers = json.loads(told.out)
-    assert numbers["encore_demo"] == 1
+    assert numbers["encore_demo"] == 2
     assert numbers["steps"] == 2
     assert numbers["loss_gap"] < 1e-5
     assert "training 2/2  loss: eager" in told.err

@@ -63,8 +63,9 @@ def parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    demo = command("demo", run_demo, "train a small language model in eager and through Encore, side by side")
-    demo.add_argument("--steps", type=int, metavar="N", help="training steps of either side (default: 300)")
+    demo = command("demo", run_demo, "train a translator in eager and, in half of the memory, through Encore")
+    demo.add_argument("--steps", type=int, metavar="N", help="training steps of either side (default: 200)")
+    demo.add_argument("--output", type=Path, metavar="FOLDER", help="where the page goes (default: encore-demo)")
     demo.add_argument("--json", action="store_true", help="print the numbers as JSON")
 
     env = command("env", run_env, "show what Encore finds on this machine")
@@ -121,7 +122,9 @@ def run_demo(arguments: argparse.Namespace) -> int:
     from encore import demo
 
     found = demo.run(demo.STEPS if arguments.steps is None else arguments.steps)
+    written = found.write(demo.FOLDER if arguments.output is None else arguments.output)
     print(found.to_json() if arguments.json else found)
+    print(f"\nto look at: {listed(map(str, written))}", file=sys.stderr)
     return DONE
 
 
