@@ -26,6 +26,7 @@ test-all: install lint
 bench: install
 	$(BIN)/encore bench spine
 	$(BIN)/encore bench fast
+	$(BIN)/encore bench echo
 	$(BIN)/encore bench plan
 
 lint: install
