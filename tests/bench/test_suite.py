@@ -81,7 +81,7 @@ def test_the_command_writes_both_files(
     monkeypatch.setattr(suite_module, "run_suite", lambda *, quick: SUITE_FOUND)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
-    assert main(["bench", "--json", "found.json", "--docs"]) == 0
+    assert main(["bench", "spine", "--json", "found.json", "--docs"]) == 0
     assert json.loads((tmp_path / "found.json").read_text()) == json.loads(SUITE_FOUND.to_json())
     assert (tmp_path / "docs" / "benchmarks.md").read_text() == page(SUITE_FOUND)
     assert capsys.readouterr().out == render(SUITE_FOUND) + "\n"

@@ -152,6 +152,19 @@ def test_batch_norm_counts_once_and_dropout_draws_the_same(lowering: str) -> Non
         torch.testing.assert_close(counted, expected)
 
 
+def test_a_batch_norm_that_runs_twice_hands_its_statistics_on_and_runs_again() -> None:
+    norm = nn.BatchNorm1d(8)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return norm(torch.tanh(norm(x))).tanh().sum()
+
+    graph = captured(twice, torch.randn(6, 8, requires_grad=True), lowering="eager").unplanned.schedule.graph
+    again = recompute(graph, recomputable(graph), exact=True)
+    verify_graph(again)
+    replay(schedule_step(again))
+    assert len(operators(again, torch.ops.aten._native_batch_norm_legit.no_stats)) >= 1
+
+
 def test_an_input_that_the_step_changes_is_not_read_again() -> None:
     def step(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
         scaled = torch.tanh(x + counter)

@@ -50,7 +50,7 @@ def recomputable(graph: Graph) -> frozenset[int]:
     for op in made:
         if not _can_run_again(graph, op, changing):
             continue
-        for value in op.writes:
+        for value in _made_again(op):
             storage = None if value is None else graph.values[value].storage
             if value is not None and storage is not None and storage not in foreign and owners_of[storage] == 1:
                 found.append(value)
@@ -75,6 +75,11 @@ def _can_run_again(graph: Graph, op: Op, changing: set[int]) -> bool:
     statistics = op.args[3:5] if is_training_batch_norm(op) else ()
     unread = {argument.value for argument in statistics if isinstance(argument, Ref)}
     return not any(graph.values[read].storage in changing for read in op.reads if read not in unread)
+
+
+def _made_again(op: Op) -> tuple[int | None, ...]:
+    """What a copy of an operator makes: of BatchNorm, not the running statistics, which are counted once."""
+    return op.writes[:3] if is_training_batch_norm(op) else op.writes
 
 
 def _changing_storages(graph: Graph) -> set[int]:
@@ -206,7 +211,7 @@ class _Copier:
         elif is_training_batch_norm(op):  # running statistics are not read in training, and have moved on
             target, args = aten._native_batch_norm_legit.no_stats, (*args[:3], *args[5:])
         copy = self._emit(op, target, args, kwargs)
-        results = op.writes[:3] if is_training_batch_norm(op) else op.writes
+        results = _made_again(op)
         made = {}
         storages: dict[int, int] = {}
         for value in results:
