@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,12 @@ TINY = 'extern "C" int answer() { return 42; }\n'
 
 
 @pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of sources of its own, and a cache of its own."""
     monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))
     monkeypatch.setenv("ENCORE_CACHE_DIR", str(tmp_path / "cache"))
     build.library.cache_clear()
-    yield tmp_path  # type: ignore[misc]
+    yield tmp_path
     build.library.cache_clear()
 
 
