@@ -253,7 +253,7 @@ struct LstmForward {
   int64_t hidden, width; // of c, and of h: they differ where h is projected
   const real* inputs;    // [rows, 4 * hidden]: products with the inputs, without bias
   const real* bias;      // [4 * hidden]
-  const real* weight;    // packed, four gates
+  const real* weight;    // packed, four gates; null where the inputs hold its products already
   const real* projection; // packed, or null
   real* state[2];        // [batch, width] each: h, read from one and written to the other in turns
   real* cell;            // [batch, hidden]: c, in place
@@ -266,7 +266,7 @@ struct LstmForward {
 template <typename real, typename store>
 void lstm_forward(const LstmForward<real, store>& call) {
   const int64_t hidden = call.hidden, width = call.width;
-  const Panels<real, 4, 1> weight{call.weight, hidden, width};
+  const Panels<real, 4, 1> weight{call.weight, hidden, call.weight ? width : 0};
   const Panels<real, 1, 4> projection{call.projection, width, hidden};
   const int64_t work = call.steps.active[0] * 4 * hidden * width;
   together(work, call.steps.threads, [&](int thread, int threads) {
@@ -401,15 +401,16 @@ inline Vec<real> incoming(const Call& call, int64_t i, int64_t b, int64_t u, int
   return grad;
 }
 
-// Walk the steps of a chunk backwards. `cell(i, b, u, n)` writes the gates' gradients of one vector of units;
+// Walk the steps of a chunk backwards. Without a weight (there is one step only), the product with it is the caller's.
+// `cell(i, b, u, n)` writes the gates' gradients of one vector of units;
 // `carry(b, u, n, sum)` takes their product with the weight. The tile of a product and the cells of the step before
 // cover the same units and rows, so that threads need not meet in between.
 template <typename real, typename Fetch, typename Cell, typename Carry>
 void walk_back(const Steps& steps, const Panels<real, 1, 4>& weight, const real* grad_gates, int64_t stride, int thread,
                int threads, const Fetch& fetch, const Cell& cell, const Carry& carry) {
   for (int64_t i = steps.count; i >= 0; --i) {
-    const int64_t rows = i < steps.count ? steps.active[i] : 0, next = i > 0 ? steps.active[i - 1] : 0;
-    const real* a = i < steps.count ? grad_gates + steps.row[i] * stride : nullptr;
+    const int64_t rows = i < steps.count && weight.packed ? steps.active[i] : 0, next = i > 0 ? steps.active[i - 1] : 0;
+    const real* a = rows ? grad_gates + steps.row[i] * stride : nullptr;
     const auto fetch_next = [&](int64_t b, int64_t u) {
       if (b < next) fetch(i - 1, b, u);
     };
@@ -466,6 +467,7 @@ void lstm_backward(const LstmBackward<real, store, kept>& call) {
       product(projection, static_cast<const real*>(call.grad_projected + first * width), width, rows, rows, thread,
               threads, no_fetch, cell, nothing);
       barrier(threads);
+      if (!call.weight) continue;
       product(weight, static_cast<const real*>(call.grad_gates + first * 4 * hidden), 4 * hidden, rows, rows, thread,
               threads, no_fetch, carry, nothing);
       barrier(threads);
@@ -481,7 +483,7 @@ struct GruForward {
   int64_t hidden;
   const real* inputs; // [rows, 4 * hidden]: products with the inputs for n, r, z, without bias; the last part unused
   const real* bias;   // [4 * hidden]
-  const real* weight; // packed, three gates: r, z, n
+  const real* weight; // packed, three gates: r, z, n; null where the inputs hold its products already
   real* state[2];
   store* output;
   store* gates; // [rows, 4 * hidden] or null; may be `inputs`
@@ -490,7 +492,7 @@ struct GruForward {
 template <typename real, typename store>
 void gru_forward(const GruForward<real, store>& call) {
   const int64_t hidden = call.hidden;
-  const Panels<real, 3, 1> weight{call.weight, hidden, hidden};
+  const Panels<real, 3, 1> weight{call.weight, hidden, call.weight ? hidden : 0};
   together(call.steps.active[0] * 3 * hidden * hidden, call.steps.threads, [&](int thread, int threads) {
     for (int64_t i = 0; i < call.steps.count; ++i) {
       const int64_t rows = call.steps.active[i], first = call.steps.row[i];
@@ -502,7 +504,7 @@ void gru_forward(const GruForward<real, store>& call) {
         const auto at = [&](int g) { return load<real>(in + g * hidden, count); };
         const auto bias = [&](int g) { return load<real>(call.bias + g * hidden + u, count); };
         const Vec<real> r = sigmoid(sum[0] + at(1) + bias(1)), z = sigmoid(sum[1] + at(2) + bias(2));
-        const Vec<real> recurrent = sum[2] + bias(3);
+        const Vec<real> recurrent = (call.weight ? sum[2] : at(3)) + bias(3);
         const Vec<real> n = at::vec::fmadd(r, recurrent, at(0) + bias(0)).tanh();
         const Vec<real> h = at::vec::fmadd(z, load<real>(before + b * hidden + u, count) - n, n);
         if (call.gates) {
@@ -608,7 +610,7 @@ struct ElmanForward {
   int64_t hidden, relu;
   const real* inputs; // [rows, hidden]
   const real* bias;   // [hidden]
-  const real* weight; // packed
+  const real* weight; // packed; null where the inputs hold its products already
   real* state[2];
   store* output;
 };
@@ -616,7 +618,7 @@ struct ElmanForward {
 template <typename real, typename store>
 void elman_forward(const ElmanForward<real, store>& call) {
   const int64_t hidden = call.hidden;
-  const Panels<real, 1, 4> weight{call.weight, hidden, hidden};
+  const Panels<real, 1, 4> weight{call.weight, hidden, call.weight ? hidden : 0};
   together(call.steps.active[0] * hidden * hidden, call.steps.threads, [&](int thread, int threads) {
     for (int64_t i = 0; i < call.steps.count; ++i) {
       const int64_t rows = call.steps.active[i], first = call.steps.row[i];
@@ -682,17 +684,29 @@ template <typename real, int gates, int width>
 void pack(const real* weight, int64_t units, int64_t depth, int64_t unit_stride, int64_t depth_stride, real* packed,
           int64_t threads) {
   using Weight = Panels<real, gates, width>;
+  constexpr int64_t PANEL = Weight::units_a_panel, BLOCK = 16; // rows of a panel that are filled together
   const Weight panels{packed, units, depth};
   together(units * gates * depth, threads, [&](int thread, int used) {
     const Share mine = share_of(panels.count(), thread, used);
-    for (int64_t panel = mine.begin; panel < mine.end; ++panel)
-      for (int64_t k = 0; k < depth; ++k)
-        for (int g = 0; g < gates; ++g)
-          for (int64_t u = 0; u < Weight::units_a_panel; ++u) {
-            const int64_t unit = panel * Weight::units_a_panel + u;
-            packed[((panel * depth + k) * gates + g) * Weight::units_a_panel + u] =
-                unit < units ? weight[(g * units + unit) * unit_stride + k * depth_stride] : real(0);
+    for (int64_t panel = mine.begin; panel < mine.end; ++panel) {
+      const int64_t first = panel * PANEL, count = std::min(PANEL, units - first);
+      for (int64_t begin = 0; begin < depth; begin += BLOCK) {
+        const int64_t end = std::min(begin + BLOCK, depth);
+        real* block = packed + panel * depth * gates * PANEL;
+        if (count < PANEL) std::memset(block + begin * gates * PANEL, 0, (end - begin) * gates * PANEL * sizeof(real));
+        for (int g = 0; g < gates; ++g) {
+          const real* from = weight + (g * units + first) * unit_stride;
+          real* to = block + g * PANEL;
+          if (unit_stride == 1) {
+            for (int64_t k = begin; k < end; ++k)
+              std::memcpy(to + k * gates * PANEL, from + k * depth_stride, count * sizeof(real));
+          } else {
+            for (int64_t u = 0; u < count; ++u)
+              for (int64_t k = begin; k < end; ++k) to[k * gates * PANEL + u] = from[u * unit_stride + k * depth_stride];
           }
+        }
+      }
+    }
   });
 }
 

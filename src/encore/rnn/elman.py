@@ -60,11 +60,12 @@ def _sizes(
 def _forward_layout(sizes: Sizes, kernels: Any) -> Layout:
     real, hidden = sizes.real, sizes.hidden
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "weight": ((kernels.packed_numel(1, hidden, hidden, real),), real),
         "bias": ((hidden,), real),
         "states": ((2, sizes.batch, hidden), real),
         "inputs": ((sizes.chunk_rows, hidden), real),
     }
+    if not sizes.single:
+        layout["weight"] = (kernels.packed_numel(1, hidden, hidden, real),), real
     if not sizes.x_in_place:
         layout["x"] = (sizes.chunk_rows, sizes.inputs), real
     if sizes.wide:
@@ -85,7 +86,9 @@ def elman_forward(
         return output, h_n  # a batch of none
     kernels, walk = kernels_for(x.device), walk_of(sizes, batch_sizes, reverse)
     arena = Arena(_forward_layout(sizes, kernels), x.device)
-    kernels.pack(widened(arena, "w_hh", w_hh), 1, transposed=False, out=arena["weight"])
+    recurrent, packed = widened(arena, "w_hh", w_hh), arena.get("weight")
+    if packed is not None:
+        kernels.pack(recurrent, 1, transposed=False, out=packed)
     input_weight, bias, states = widened(arena, "w_ih", w_ih), added_biases(arena, b_ih, b_hh), arena["states"]
     states[0].copy_(h0)
     states[1].copy_(h0)
@@ -94,8 +97,10 @@ def elman_forward(
     for chunk in walk.chunks:
         inputs = arena["inputs"][: chunk.rows]
         torch.mm(input_rows(x, chunk, arena), input_weight.t(), out=inputs)
+        if packed is None:
+            inputs.addmm_(states[0], recurrent.t())
         into = flat[chunk.first : chunk.last]
-        kernels.elman_forward(chunk, relu, inputs, bias, arena["weight"], states[turn], states[1 - turn], into)
+        kernels.elman_forward(chunk, relu, inputs, bias, packed, states[turn], states[1 - turn], into)
         turn = (turn + len(chunk.times)) % 2
     return output, last_states(flat, walk, h_n)
 
@@ -124,9 +129,10 @@ def forward_workspace(*args: Any) -> int:
 def _backward_layout(sizes: Sizes, kernels: Any, need_x: bool, need_weights: bool) -> Layout:
     real, hidden, rows = sizes.real, sizes.hidden, sizes.chunk_rows
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "weight": ((kernels.packed_numel(1, hidden, hidden, real),), real),
         "grad_gates": ((rows, hidden), real),
     }
+    if not sizes.single:
+        layout["weight"] = (kernels.packed_numel(1, hidden, hidden, real),), real
     if need_weights:
         layout["previous"] = (rows, hidden), real
         if not sizes.x_in_place:
@@ -163,14 +169,17 @@ def elman_backward(
         accumulator(arena, name, result)
         for name, result in zip(("grad_w_ih", "grad_w_hh", "grad_bias"), results[2:], strict=True)
     )
-    input_weight = widened(arena, "w_ih", w_ih)
-    kernels.pack(widened(arena, "w_hh", w_hh), 1, transposed=True, out=arena["weight"])
+    recurrent, input_weight, packed = widened(arena, "w_hh", w_hh), widened(arena, "w_ih", w_ih), arena.get("weight")
+    if packed is not None:
+        kernels.pack(recurrent, 1, transposed=True, out=packed)
     flat = output.view(sizes.rows, sizes.hidden)
     walk = walk_of(sizes, batch_sizes, reverse)
     for chunk in reversed(walk.chunks):
         rows = slice(chunk.first, chunk.last)
         grad_gates = arena["grad_gates"][: chunk.rows]
-        kernels.elman_backward(chunk, relu, arena["weight"], grad_output, flat[rows], grad_gates, grad_state)
+        kernels.elman_backward(chunk, relu, packed, grad_output, flat[rows], grad_gates, grad_state)
+        if packed is None:
+            torch.mm(grad_gates, recurrent, out=grad_state)
         if need_x:
             write_product(grad_gates, input_weight, grad_x[rows], arena.get("grad_x"))
         if need_weights:

@@ -63,6 +63,13 @@ def _input_products(inputs: Tensor, weight: Tensor, gates: Tensor) -> None:
     torch.mm(inputs, weight[: 2 * hidden].t(), out=gates[:, hidden : 3 * hidden])
 
 
+def _add_recurrent_products(states: Tensor, weight: Tensor, gates: Tensor) -> None:
+    """Products with the states: added for r and z, apart for n."""
+    hidden = weight.shape[0] // 3
+    gates[:, hidden : 3 * hidden].addmm_(states, weight[: 2 * hidden].t())
+    torch.mm(states, weight[2 * hidden :].t(), out=gates[:, 3 * hidden :])
+
+
 def _biases(arena: Arena, b_ih: Tensor | None, b_hh: Tensor | None) -> Tensor:
     """The biases as the gates lie, in the arena's `bias`."""
     into = arena["bias"].zero_()
@@ -81,10 +88,11 @@ def _biases(arena: Arena, b_ih: Tensor | None, b_hh: Tensor | None) -> Tensor:
 def _forward_layout(sizes: Sizes, kernels: Any) -> Layout:
     real, hidden, rows = sizes.real, sizes.hidden, sizes.chunk_rows
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "weight": ((kernels.packed_numel(3, hidden, hidden, real),), real),
         "bias": ((4 * hidden,), real),
         "states": ((2, sizes.batch, hidden), real),
     }
+    if not sizes.single:
+        layout["weight"] = (kernels.packed_numel(3, hidden, hidden, real),), real
     if sizes.keep or sizes.wide:
         layout["inputs"] = (rows, 4 * hidden), real
     if not sizes.x_in_place:
@@ -107,7 +115,9 @@ def gru_forward(
         return output, h_n, gates  # a batch of none
     kernels, walk = kernels_for(x.device), walk_of(sizes, batch_sizes, reverse)
     arena = Arena(_forward_layout(sizes, kernels), x.device)
-    kernels.pack(widened(arena, "w_hh", w_hh), 3, transposed=False, out=arena["weight"])
+    recurrent, packed = widened(arena, "w_hh", w_hh), arena.get("weight")
+    if packed is not None:
+        kernels.pack(recurrent, 3, transposed=False, out=packed)
     input_weight, bias, states = widened(arena, "w_ih", w_ih), _biases(arena, b_ih, b_hh), arena["states"]
     states[0].copy_(h0)
     states[1].copy_(h0)
@@ -118,8 +128,10 @@ def gru_forward(
         buffer = arena.get("inputs")
         inputs = gates[rows] if buffer is None else buffer[: chunk.rows]
         _input_products(input_rows(x, chunk, arena), input_weight, inputs)
+        if packed is None:
+            _add_recurrent_products(states[0], recurrent, inputs)
         kernels.gru_forward(
-            chunk, inputs, bias, arena["weight"], states[turn], states[1 - turn], flat[rows],
+            chunk, inputs, bias, packed, states[turn], states[1 - turn], flat[rows],
             None if keep else gates[rows],
         )  # fmt: skip
         turn = (turn + len(chunk.times)) % 2
@@ -154,10 +166,11 @@ def forward_workspace(*args: Any) -> int:
 def _backward_layout(sizes: Sizes, kernels: Any, need_x: bool, need_weights: bool) -> Layout:
     real, hidden, rows = sizes.real, sizes.hidden, sizes.chunk_rows
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "weight": ((kernels.packed_numel(1, hidden, 3 * hidden, real),), real),
         "grad_gates": ((rows, 4 * hidden), real),
         "previous": ((rows, hidden), real),
     }
+    if not sizes.single:
+        layout["weight"] = (kernels.packed_numel(1, hidden, 3 * hidden, real),), real
     if sizes.keep:
         layout["bias"] = (4 * hidden,), real
     if need_weights:
@@ -196,7 +209,9 @@ def gru_backward(
     if need_weights:
         grad_biases = arena["grad_biases"].zero_()
     recurrent, input_weight = widened(arena, "w_hh", w_hh), widened(arena, "w_ih", w_ih)
-    kernels.pack(recurrent, 1, transposed=True, out=arena["weight"])
+    packed = arena.get("weight")
+    if packed is not None:
+        kernels.pack(recurrent, 1, transposed=True, out=packed)
     if keep:
         _biases(arena, b_ih, b_hh)
     flat = output.view(sizes.rows, hidden)
@@ -209,13 +224,14 @@ def gru_backward(
             inputs = input_rows(x, chunk, arena)
         if keep:
             _input_products(inputs, input_weight, grad_gates)
-            grad_gates[:, hidden : 3 * hidden].addmm_(previous, recurrent[: 2 * hidden].t())
-            torch.mm(previous, recurrent[2 * hidden :].t(), out=grad_gates[:, 3 * hidden :])
+            _add_recurrent_products(previous, recurrent, grad_gates)
             kernels.gru_rebuild(arena["bias"], grad_gates)
         kernels.gru_backward(
-            chunk, arena["weight"], grad_output, grad_gates if keep else gates[rows], previous, grad_gates, grad_state,
+            chunk, packed, grad_output, grad_gates if keep else gates[rows], previous, grad_gates, grad_state,
             sizes.dtype,
         )  # fmt: skip
+        if packed is None:
+            grad_state.addmm_(grad_gates[:, hidden:], recurrent)
         grad_n, grad_rz = grad_gates[:, :hidden], grad_gates[:, hidden : 3 * hidden]
         if need_x:
             buffer = arena.get("grad_x")

@@ -56,6 +56,11 @@ class Sizes:
         return self.real != self.dtype
 
     @property
+    def single(self) -> bool:
+        """One step: packing the recurrent weight would cost more than multiplying with it as it is."""
+        return self.steps == 1
+
+    @property
     def chunk_rows(self) -> int:
         """The most rows a chunk can have."""
         return min(self.rows, self.a_chunk * self.batch)

@@ -70,10 +70,11 @@ def _sizes(
 def _forward_layout(sizes: Sizes, kernels: Any, projected: bool) -> Layout:
     real, rows = sizes.real, sizes.chunk_rows
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "weight": ((kernels.packed_numel(4, sizes.hidden, sizes.width, real),), real),
         "bias": ((4 * sizes.hidden,), real),
         "states": ((2, sizes.batch, sizes.width), real),
     }
+    if not sizes.single:
+        layout["weight"] = (kernels.packed_numel(4, sizes.hidden, sizes.width, real),), real
     if sizes.keep or sizes.wide:
         layout["inputs"] = (rows, 4 * sizes.hidden), real
     if not sizes.x_in_place:
@@ -103,7 +104,9 @@ def lstm_forward(
     walk = walk_of(sizes, batch_sizes, reverse)
     kernels = kernels_for(x.device)
     arena = Arena(_forward_layout(sizes, kernels, w_hr is not None), x.device)
-    kernels.pack(widened(arena, "w_hh", w_hh), 4, transposed=False, out=arena["weight"])
+    recurrent, packed = widened(arena, "w_hh", w_hh), arena.get("weight")
+    if packed is not None:
+        kernels.pack(recurrent, 4, transposed=False, out=packed)
     if w_hr is not None:
         kernels.pack(widened(arena, "w_hr", w_hr), 1, transposed=False, out=arena["projection"])
     input_weight, bias = widened(arena, "w_ih", w_ih), added_biases(arena, b_ih, b_hh)
@@ -122,8 +125,10 @@ def lstm_forward(
         buffer = arena.get("inputs")
         inputs = gates[rows] if buffer is None else buffer[: chunk.rows]
         torch.mm(input_rows(x, chunk, arena), input_weight.t(), out=inputs)
+        if packed is None:
+            inputs.addmm_(states[0], recurrent.t())
         kernels.lstm_forward(
-            chunk, inputs, bias, arena["weight"], arena.get("projection"), states[turn], states[1 - turn], cell,
+            chunk, inputs, bias, packed, arena.get("projection"), states[turn], states[1 - turn], cell,
             arena.get("raw"), flat[rows], None if keep else gates[rows], None if keep else cells[rows],
         )  # fmt: skip
         turn = (turn + len(chunk.times)) % 2
@@ -170,9 +175,10 @@ def _backward_layout(
 ) -> Layout:
     real, hidden, width, rows = sizes.real, sizes.hidden, sizes.width, sizes.chunk_rows
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "weight": ((kernels.packed_numel(1, width, 4 * hidden, real),), real),
         "grad_gates": ((rows, 4 * hidden), real),
     }
+    if not sizes.single:
+        layout["weight"] = (kernels.packed_numel(1, width, 4 * hidden, real),), real
     if sizes.keep:
         layout["bias"] = (4 * hidden,), real
         layout["cells"] = (rows, hidden), real
@@ -229,7 +235,9 @@ def lstm_backward(
     )
     recurrent, input_weight = widened(arena, "w_hh", w_hh), widened(arena, "w_ih", w_ih)
     first_c = widened(arena, "c0", c0)
-    kernels.pack(recurrent, 1, transposed=True, out=arena["weight"])
+    packed = arena.get("weight")
+    if packed is not None:
+        kernels.pack(recurrent, 1, transposed=True, out=packed)
     if w_hr is not None:
         kernels.pack(widened(arena, "w_hr", w_hr), 1, transposed=True, out=arena["projection"])
     if keep:
@@ -258,9 +266,11 @@ def lstm_backward(
                 tanh = torch.tanh(its_cells, out=arena["tanh"][: chunk.rows])
                 raw.copy_(its_gates[:, 3 * hidden :]).mul_(tanh)
         kernels.lstm_backward(
-            chunk, arena["weight"], arena.get("projection"), grad_output, its_gates, its_cells, enter, known, first_c,
+            chunk, packed, arena.get("projection"), grad_output, its_gates, its_cells, enter, known, first_c,
             grad_gates, grad_state, grad_cell, grad_projected, sizes.dtype,
         )  # fmt: skip
+        if packed is None:
+            torch.mm(grad_gates, recurrent, out=grad_state)
         if need_x:
             write_product(grad_gates, input_weight, grad_x[rows], arena.get("grad_x"))
         if need_weights:

@@ -116,10 +116,13 @@ def add_column_sums(matrix: Tensor, sums: Tensor) -> None:
 
 
 def lstm_forward(
-    chunk: Chunk, inputs: Tensor, bias: Tensor, weight: Tensor, projection: Tensor | None, before: Tensor,
+    chunk: Chunk, inputs: Tensor, bias: Tensor, weight: Tensor | None, projection: Tensor | None, before: Tensor,
     after: Tensor, cell: Tensor, raw: Tensor | None, output: Tensor, gates: Tensor | None, cells: Tensor | None,
 ) -> None:  # fmt: skip
-    """Run the steps of a chunk. `inputs` are products with the inputs; `before` and `after` hold h in turns."""
+    """Run the steps of a chunk. `inputs` are products with the inputs; `before` and `after` hold h in turns.
+
+    For a single step the caller may have added its recurrent product: there is no `weight` then.
+    """
     call = LstmForward(
         _steps(chunk), cell.shape[1], output.shape[1], *_addresses(inputs, bias, weight, projection, before, after),
         *_addresses(cell, raw, output, gates, cells),
@@ -140,11 +143,14 @@ def lstm_rebuild(
 
 
 def lstm_backward(
-    chunk: Chunk, weight: Tensor, projection: Tensor | None, grad_output: Tensor | None, gates: Tensor, cells: Tensor,
-    enter: Tensor, known: int, initial: Tensor, grad_gates: Tensor, grad_state: Tensor, grad_cell: Tensor,
-    grad_projected: Tensor | None, dtype: torch.dtype,
+    chunk: Chunk, weight: Tensor | None, projection: Tensor | None, grad_output: Tensor | None, gates: Tensor,
+    cells: Tensor, enter: Tensor, known: int, initial: Tensor, grad_gates: Tensor, grad_state: Tensor,
+    grad_cell: Tensor, grad_projected: Tensor | None, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Walk the steps of a chunk backwards: the gates' gradients, and those of the states before the chunk."""
+    """Walk the steps of a chunk backwards: the gates' gradients, and those of the states before the chunk.
+
+    Without a `weight`, for a single step, the gradient of h before it is left to the caller.
+    """
     grad_rows, grad_stride = _grad_rows(chunk, grad_output)
     entering = Entering(enter.data_ptr(), known, initial.data_ptr())
     call = LstmBackward(
@@ -156,7 +162,7 @@ def lstm_backward(
 
 
 def gru_forward(
-    chunk: Chunk, inputs: Tensor, bias: Tensor, weight: Tensor, before: Tensor, after: Tensor, output: Tensor,
+    chunk: Chunk, inputs: Tensor, bias: Tensor, weight: Tensor | None, before: Tensor, after: Tensor, output: Tensor,
     gates: Tensor | None,
 ) -> None:  # fmt: skip
     call = GruForward(
@@ -173,8 +179,8 @@ def gru_rebuild(bias: Tensor, gates: Tensor) -> None:
 
 
 def gru_backward(
-    chunk: Chunk, weight: Tensor, grad_output: Tensor | None, gates: Tensor, previous: Tensor, grad_gates: Tensor,
-    grad_state: Tensor, dtype: torch.dtype,
+    chunk: Chunk, weight: Tensor | None, grad_output: Tensor | None, gates: Tensor, previous: Tensor,
+    grad_gates: Tensor, grad_state: Tensor, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     grad_rows, grad_stride = _grad_rows(chunk, grad_output)
     call = GruBackward(
@@ -185,7 +191,7 @@ def gru_backward(
 
 
 def elman_forward(
-    chunk: Chunk, relu: bool, inputs: Tensor, bias: Tensor, weight: Tensor, before: Tensor, after: Tensor,
+    chunk: Chunk, relu: bool, inputs: Tensor, bias: Tensor, weight: Tensor | None, before: Tensor, after: Tensor,
     output: Tensor,
 ) -> None:  # fmt: skip
     call = ElmanForward(
@@ -195,7 +201,7 @@ def elman_forward(
 
 
 def elman_backward(
-    chunk: Chunk, relu: bool, weight: Tensor, grad_output: Tensor | None, output: Tensor, grad_gates: Tensor,
+    chunk: Chunk, relu: bool, weight: Tensor | None, grad_output: Tensor | None, output: Tensor, grad_gates: Tensor,
     grad_state: Tensor,
 ) -> None:  # fmt: skip
     grad_rows, grad_stride = _grad_rows(chunk, grad_output)

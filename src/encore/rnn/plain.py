@@ -36,15 +36,16 @@ def add_column_sums(matrix: Tensor, sums: Tensor) -> None:
 
 
 def lstm_forward(
-    chunk: Chunk, inputs: Tensor, bias: Tensor, weight: Tensor, projection: Tensor | None, before: Tensor,
+    chunk: Chunk, inputs: Tensor, bias: Tensor, weight: Tensor | None, projection: Tensor | None, before: Tensor,
     after: Tensor, cell: Tensor, raw: Tensor | None, output: Tensor, gates: Tensor | None, cells: Tensor | None,
 ) -> None:  # fmt: skip
     hidden, width = cell.shape[1], output.shape[1]
-    recurrent = weight.view(width, 4 * hidden)
     for row, active in zip(chunk.row, chunk.active, strict=True):
         step = slice(row, row + active)
         pre = inputs[step]
-        pre.addmm_(before[:active], recurrent).add_(bias)
+        if weight is not None:
+            pre.addmm_(before[:active], weight.view(width, 4 * hidden))
+        pre.add_(bias)
         pre[:, : 2 * hidden].sigmoid_()
         pre[:, 2 * hidden : 3 * hidden].tanh_()
         pre[:, 3 * hidden :].sigmoid_()
@@ -81,12 +82,11 @@ def lstm_rebuild(
 
 
 def lstm_backward(
-    chunk: Chunk, weight: Tensor, projection: Tensor | None, grad_output: Tensor | None, gates: Tensor, cells: Tensor,
-    enter: Tensor, known: int, initial: Tensor, grad_gates: Tensor, grad_state: Tensor, grad_cell: Tensor,
-    grad_projected: Tensor | None, dtype: torch.dtype,
+    chunk: Chunk, weight: Tensor | None, projection: Tensor | None, grad_output: Tensor | None, gates: Tensor,
+    cells: Tensor, enter: Tensor, known: int, initial: Tensor, grad_gates: Tensor, grad_state: Tensor,
+    grad_cell: Tensor, grad_projected: Tensor | None, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     hidden, width = cells.shape[1], grad_state.shape[1]
-    recurrent = weight.view(4 * hidden, width)
     for number in reversed(range(len(chunk.times))):
         row, active = chunk.row[number], chunk.active[number]
         step = slice(row, row + active)
@@ -106,20 +106,22 @@ def lstm_backward(
         parts[0].copy_(grads[0])
         parts[1].copy_(grads[1])
         parts[2].copy_(grad_g)
-        torch.mm(grad_gates[step], recurrent, out=grad_state[:active])
+        if weight is not None:
+            torch.mm(grad_gates[step], weight.view(4 * hidden, width), out=grad_state[:active])
 
 
 def gru_forward(
-    chunk: Chunk, inputs: Tensor, bias: Tensor, weight: Tensor, before: Tensor, after: Tensor, output: Tensor,
+    chunk: Chunk, inputs: Tensor, bias: Tensor, weight: Tensor | None, before: Tensor, after: Tensor, output: Tensor,
     gates: Tensor | None,
 ) -> None:  # fmt: skip
     hidden = output.shape[1]
-    recurrent = weight.view(hidden, 3 * hidden)
     for row, active in zip(chunk.row, chunk.active, strict=True):
         step = slice(row, row + active)
         pre = inputs[step]
-        pre[:, hidden : 3 * hidden].addmm_(before[:active], recurrent[:, : 2 * hidden])
-        torch.mm(before[:active], recurrent[:, 2 * hidden :], out=pre[:, 3 * hidden :])
+        if weight is not None:
+            recurrent = weight.view(hidden, 3 * hidden)
+            pre[:, hidden : 3 * hidden].addmm_(before[:active], recurrent[:, : 2 * hidden])
+            torch.mm(before[:active], recurrent[:, 2 * hidden :], out=pre[:, 3 * hidden :])
         gru_rebuild(bias, pre)
         n, _, z, _ = pre.chunk(4, 1)
         if gates is not None and gates.data_ptr() != inputs.data_ptr():
@@ -138,11 +140,10 @@ def gru_rebuild(bias: Tensor, gates: Tensor) -> None:
 
 
 def gru_backward(
-    chunk: Chunk, weight: Tensor, grad_output: Tensor | None, gates: Tensor, previous: Tensor, grad_gates: Tensor,
-    grad_state: Tensor, dtype: torch.dtype,
+    chunk: Chunk, weight: Tensor | None, grad_output: Tensor | None, gates: Tensor, previous: Tensor,
+    grad_gates: Tensor, grad_state: Tensor, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     hidden = grad_state.shape[1]
-    recurrent = weight.view(3 * hidden, hidden)
     for number in reversed(range(len(chunk.times))):
         row, active = chunk.row[number], chunk.active[number]
         step = slice(row, row + active)
@@ -157,24 +158,28 @@ def gru_backward(
         parts[0].copy_(grad_n)
         parts[1].copy_(grad_r)
         parts[2].copy_(grad_z)
-        grad_state[:active].addmm_(grad_gates[step, hidden:], recurrent)
+        if weight is not None:
+            grad_state[:active].addmm_(grad_gates[step, hidden:], weight.view(3 * hidden, hidden))
 
 
 def elman_forward(
-    chunk: Chunk, relu: bool, inputs: Tensor, bias: Tensor, weight: Tensor, before: Tensor, after: Tensor,
+    chunk: Chunk, relu: bool, inputs: Tensor, bias: Tensor, weight: Tensor | None, before: Tensor, after: Tensor,
     output: Tensor,
 ) -> None:  # fmt: skip
     hidden = output.shape[1]
     for row, active in zip(chunk.row, chunk.active, strict=True):
         step = slice(row, row + active)
-        pre = inputs[step].addmm_(before[:active], weight.view(hidden, hidden)).add_(bias)
+        pre = inputs[step]
+        if weight is not None:
+            pre.addmm_(before[:active], weight.view(hidden, hidden))
+        pre.add_(bias)
         output[step] = pre.relu_() if relu else pre.tanh_()
         after[:active] = output[step]
         before, after = after, before
 
 
 def elman_backward(
-    chunk: Chunk, relu: bool, weight: Tensor, grad_output: Tensor | None, output: Tensor, grad_gates: Tensor,
+    chunk: Chunk, relu: bool, weight: Tensor | None, grad_output: Tensor | None, output: Tensor, grad_gates: Tensor,
     grad_state: Tensor,
 ) -> None:  # fmt: skip
     hidden = grad_state.shape[1]
@@ -185,7 +190,8 @@ def elman_backward(
         h = output[step].to(grad.dtype)
         # A gradient passes unless h <= 0: through NaN it does, as in PyTorch.
         grad_gates[step] = grad.masked_fill_(h <= 0, 0) if relu else grad.mul_(1 - h * h)
-        torch.mm(grad_gates[step], weight.view(hidden, hidden), out=grad_state[:active])
+        if weight is not None:
+            torch.mm(grad_gates[step], weight.view(hidden, hidden), out=grad_state[:active])
 
 
 def _previous(chunk: Chunk, number: int, states: Tensor, enter: Tensor, known: int, initial: Tensor) -> Tensor:
