@@ -52,6 +52,7 @@ def test_no_compiler(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build.library("tiny")
 
 
+@pytest.mark.slow
 def test_processes_do_not_race(sources: Path) -> None:
     (sources / "tiny.cpp").write_text(TINY)
     program = (

@@ -16,6 +16,7 @@ from encore.rnn.arena import Arena, Layout, layout_bytes
 from encore.rnn.layer import (
     Sizes,
     accumulator,
+    add_product,
     added_biases,
     copied_bytes,
     input_rows,
@@ -23,6 +24,7 @@ from encore.rnn.layer import (
     last_states,
     previous_states,
     sizes_of,
+    started,
     usable_gradient,
     walk_of,
     widened,
@@ -164,11 +166,12 @@ def elman_backward(
     grad_output = usable_gradient(grad_output)
     arena = Arena(_backward_layout(sizes, kernels, need_x, need_weights), x.device)
     grad_x = results[0].view(-1, sizes.inputs)
-    grad_state = accumulator(arena, "grad_state", results[1], grad_h_n)
+    grad_state = started(accumulator(arena, "grad_state", results[1]), grad_h_n)
     grad_w_ih, grad_w_hh, grad_bias = (
         accumulator(arena, name, result)
         for name, result in zip(("grad_w_ih", "grad_w_hh", "grad_bias"), results[2:], strict=True)
     )
+    grad_bias.zero_()
     recurrent, input_weight, packed = widened(arena, "w_hh", w_hh), widened(arena, "w_ih", w_ih), arena.get("weight")
     if packed is not None:
         kernels.pack(recurrent, 1, transposed=True, out=packed)
@@ -183,8 +186,9 @@ def elman_backward(
         if need_x:
             write_product(grad_gates, input_weight, grad_x[rows], arena.get("grad_x"))
         if need_weights:
-            grad_w_ih.addmm_(grad_gates.t(), input_rows(x, chunk, arena))
-            grad_w_hh.addmm_(grad_gates.t(), previous_states(flat, h0, walk, chunk, arena))
+            first = chunk is walk.chunks[-1]
+            add_product(grad_gates.t(), input_rows(x, chunk, arena), grad_w_ih, first)
+            add_product(grad_gates.t(), previous_states(flat, h0, walk, chunk, arena), grad_w_hh, first)
             if b_ih is not None:
                 kernels.add_column_sums(grad_gates, grad_bias)
     for result, total in zip(results[1:], (grad_state, grad_w_ih, grad_w_hh, grad_bias), strict=True):

@@ -19,12 +19,14 @@ from encore.rnn.arena import Arena, Layout, layout_bytes
 from encore.rnn.layer import (
     Sizes,
     accumulator,
+    add_product,
     copied_bytes,
     input_rows,
     kernels_for,
     last_states,
     previous_states,
     sizes_of,
+    started,
     usable_gradient,
     walk_of,
     widened,
@@ -204,7 +206,7 @@ def gru_backward(
     grad_output = usable_gradient(grad_output)
     arena = Arena(_backward_layout(sizes, kernels, need_x, need_weights), x.device)
     grad_x = results[0].view(-1, sizes.inputs)
-    grad_state = accumulator(arena, "grad_state", results[1], grad_h_n)
+    grad_state = started(accumulator(arena, "grad_state", results[1]), grad_h_n)
     grad_w_ih, grad_w_hh = accumulator(arena, "grad_w_ih", results[2]), accumulator(arena, "grad_w_hh", results[3])
     if need_weights:
         grad_biases = arena["grad_biases"].zero_()
@@ -240,9 +242,10 @@ def gru_backward(
             if buffer is not None:
                 grad_x[rows] = into
         if need_weights:
-            grad_w_ih[: 2 * hidden].addmm_(grad_rz.t(), inputs)
-            grad_w_ih[2 * hidden :].addmm_(grad_n.t(), inputs)
-            grad_w_hh.addmm_(grad_gates[:, hidden:].t(), previous)
+            first = chunk is walk.chunks[-1]
+            add_product(grad_rz.t(), inputs, grad_w_ih[: 2 * hidden], first)
+            add_product(grad_n.t(), inputs, grad_w_ih[2 * hidden :], first)
+            add_product(grad_gates[:, hidden:].t(), previous, grad_w_hh, first)
             if b_ih is not None:
                 kernels.add_column_sums(grad_gates, grad_biases)
     for result, total in ((results[1], grad_state), (results[2], grad_w_ih), (results[3], grad_w_hh)):

@@ -209,11 +209,23 @@ def added_biases(arena: Arena, b_ih: Tensor | None, b_hh: Tensor | None) -> Tens
     return into
 
 
-def accumulator(arena: Arena, name: str, result: Tensor, start: Tensor | None = None) -> Tensor:
+def accumulator(arena: Arena, name: str, result: Tensor) -> Tensor:
     """Where a gradient is added up: the result itself, or the arena's buffer of that name in the compute type."""
     buffer = arena.get(name)
-    into = result if buffer is None else buffer
-    return into.zero_() if start is None else into.copy_(start)
+    return result if buffer is None else buffer
+
+
+def started(into: Tensor, with_: Tensor | None) -> Tensor:
+    """A sum that starts with a tensor, or with zeros where there is none."""
+    return into.zero_() if with_ is None else into.copy_(with_)
+
+
+def add_product(left: Tensor, right: Tensor, into: Tensor, first: bool) -> None:
+    """`into += left @ right`, or `into = left @ right` for the first of a sum: what lies there is not read then."""
+    if first:
+        torch.mm(left, right, out=into)
+    else:
+        into.addmm_(left, right)
 
 
 def write_product(left: Tensor, right: Tensor, into: Tensor, buffer: Tensor | None) -> None:

@@ -21,6 +21,7 @@ from encore.rnn.arena import Arena, Layout, layout_bytes
 from encore.rnn.layer import (
     Sizes,
     accumulator,
+    add_product,
     added_biases,
     copied_bytes,
     input_rows,
@@ -28,6 +29,7 @@ from encore.rnn.layer import (
     last_states,
     previous_states,
     sizes_of,
+    started,
     usable_gradient,
     walk_of,
     widened,
@@ -228,11 +230,12 @@ def lstm_backward(
     grad_output = usable_gradient(grad_output)
     arena = Arena(_backward_layout(sizes, kernels, c0, w_hr is not None, need_x, need_weights), x.device)
     grad_x = results[0].view(-1, sizes.inputs)
-    grad_state = accumulator(arena, "grad_state", results[1], grad_h_n)
-    grad_cell = accumulator(arena, "grad_cell", results[2], grad_c_n)
+    grad_state = started(accumulator(arena, "grad_state", results[1]), grad_h_n)
+    grad_cell = started(accumulator(arena, "grad_cell", results[2]), grad_c_n)
     grad_w_ih, grad_w_hh, grad_bias, grad_w_hr = (
         accumulator(arena, name, result) for name, result in zip(WEIGHT_GRADIENTS, results[3:], strict=True)
     )
+    grad_bias.zero_()
     recurrent, input_weight = widened(arena, "w_hh", w_hh), widened(arena, "w_ih", w_ih)
     first_c = widened(arena, "c0", c0)
     packed = arena.get("weight")
@@ -274,12 +277,13 @@ def lstm_backward(
         if need_x:
             write_product(grad_gates, input_weight, grad_x[rows], arena.get("grad_x"))
         if need_weights:
-            grad_w_ih.addmm_(grad_gates.t(), inputs)
-            grad_w_hh.addmm_(grad_gates.t(), previous)
+            first = number + 1 == len(walk.chunks)
+            add_product(grad_gates.t(), inputs, grad_w_ih, first)
+            add_product(grad_gates.t(), previous, grad_w_hh, first)
             if b_ih is not None:
                 kernels.add_column_sums(grad_gates, grad_bias)
             if raw is not None and grad_projected is not None:
-                grad_w_hr.addmm_(grad_projected.t(), raw)
+                add_product(grad_projected.t(), raw, grad_w_hr, first)
     totals = grad_state, grad_cell, grad_w_ih, grad_w_hh, grad_bias, grad_w_hr
     for result, total in zip(results[1:], totals, strict=True):
         if result is not total:
