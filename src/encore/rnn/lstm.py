@@ -134,6 +134,8 @@ def lstm_forward(
             arena.get("raw"), flat[rows], None if keep else gates[rows], None if keep else cells[rows],
         )  # fmt: skip
         turn = (turn + len(chunk.times)) % 2
+    if keep:
+        cells[walk.kept :].zero_()  # shapes alone do not tell how many rows a packed sequence needs
     if c_n is not cell:
         c_n.copy_(cell)
     return output, last_states(flat, walk, h_n), c_n, gates, cells

@@ -62,6 +62,8 @@ class Walk:
     """Rows of each time step."""
     starts: tuple[int, ...]
     """First row of each time step."""
+    kept: int
+    """Rows of the states that enter its chunks, the first one aside."""
 
     def before(self, time: int) -> int:
         """The step that the walk did before this one; -1 for the first."""
@@ -126,7 +128,7 @@ def _walk(active: tuple[int, ...], reverse: bool, a_chunk: int, batch: int) -> W
             )
         )
         kept += active[times[0]] if begin else 0
-    return Walk(steps, batch, starts[-1], reverse, tuple(chunks), active, tuple(starts[:-1]))
+    return Walk(steps, batch, starts[-1], reverse, tuple(chunks), active, tuple(starts[:-1]), kept)
 
 
 def previous_rows(walk: Walk, chunk: Chunk) -> list[tuple[int, int, int]]:
