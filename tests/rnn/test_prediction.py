@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from recurrent import KINDS, close
 from torch import Tensor, nn
 
 import encore
+from recurrent import KINDS, close
 
 
 class Tagger(nn.Module):
