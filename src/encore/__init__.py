@@ -3,6 +3,7 @@
 >>> model = encore.compile(model, budget="2GiB")   # the fastest training step that fits
 """
 
+from encore import nn
 from encore.api import compile, estimate, report
 from encore.cost import Measurement, measure
 from encore.errors import (
@@ -37,6 +38,7 @@ __all__ = [
     "compile",
     "estimate",
     "measure",
+    "nn",
     "report",
     "verify",
 ]

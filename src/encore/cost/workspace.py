@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensorMode
 
 from encore.cost.allocator import profiler_is_running
 from encore.cost.cache import machine_cache
@@ -26,8 +27,9 @@ from encore.cost.signature import can_run, is_pure_aten, signature
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_pointwise
 from encore.graph.random_ops import DrawAgain
-from encore.graph.values import Ref
+from encore.graph.values import Ref, map_refs
 from encore.kernels.draws import FEW, STATE_BYTES
+from encore.rnn import WORKSPACES
 from encore.schedule import Fused
 
 log = logging.getLogger("encore")
@@ -70,6 +72,8 @@ class Workspaces:
         return known
 
     def _answer(self, graph: Graph, op: Op) -> int:
+        if op.target in WORKSPACES:
+            return _told(graph, op)
         if not is_pure_aten(op):
             if isinstance(op.target, DrawAgain):  # the state that the generator goes back to
                 return _drawn(graph, op, op.target.target) + graph.bytes_of(op.reads[0])
@@ -105,6 +109,19 @@ def _drawn(graph: Graph, op: Op, target: object) -> int:
         return BOXED_SCALARS
     coins = sum(graph.bytes_of(value) for value in op.writes if value is not None)
     return STATE_BYTES if coins >= FEW else BOXED_SCALARS
+
+
+def _told(graph: Graph, op: Op) -> int:
+    """A recurrent operator tells its workspace from the shapes of its operands."""
+
+    def operand(index: int) -> Any:
+        value = graph.values[index]
+        assert value.storage is not None
+        device = graph.storages[value.storage].device
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+
+    with FakeTensorMode():
+        return WORKSPACES[op.target](*map_refs(op.args, operand))
 
 
 def _pointwise(graph: Graph, op: Op) -> int:

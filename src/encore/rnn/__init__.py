@@ -1,0 +1,11 @@
+"""Recurrent layers as whole-sequence operators that keep as little as they are told to.
+
+What lives here: the operators `encore::lstm_forward`, `gru_forward`, `elman_forward` and their backwards, the chunks
+and workspaces they work in, their steps in C++ and in PyTorch, and the modules of `encore.nn`. What may not: anything
+that knows of graphs or plans; `WORKSPACES` tells a planner what a call takes aside.
+"""
+
+from encore.rnn import elman, gru, lstm
+from encore.rnn.registry import WORKSPACES
+
+__all__ = ["WORKSPACES", "elman", "gru", "lstm"]

@@ -1,0 +1,304 @@
+"""`encore.nn`: the recurrent modules of `torch.nn` on Encore's operators.
+
+Each is a subclass of its namesake with the same arguments, parameters, `state_dict` keys and results, and one keyword
+more: `stash`, what a layer keeps for backward. `"fast"` keeps the gates, `"lean"` builds them again, and a number is
+how many steps of an LSTM lie between two kept cell states (`"lean"` chooses it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+
+from encore.errors import OptionError
+from encore.rnn import elman, gru, lstm  # noqa: F401  (defines the operators)
+from encore.rnn.sequence import ROWS_A_CHUNK
+
+LEAN_STEPS = 8
+"""Steps between two kept cell states, at least: every eighth costs half a byte a unit and step."""
+
+
+def checked_stash(stash: str | int) -> str | int:
+    valid = isinstance(stash, int) and not isinstance(stash, bool) and stash >= 1
+    if not valid and stash not in ("fast", "lean"):
+        raise OptionError(
+            f'stash must be "fast", "lean" or the number of steps between kept cell states (1 or more); got {stash!r}'
+        )
+    return stash
+
+
+class _Layers:
+    """Layers and directions of a recurrent module, whatever its cell."""
+
+    stash: str | int
+
+    # What torch.nn.RNNBase gives them.
+    num_layers: int
+    bidirectional: bool
+    batch_first: bool
+    dropout: float
+    training: bool
+    bias: bool
+    proj_size: int
+
+    def _direction(
+        self, given: Sequence[Any], weights: Sequence[Tensor | None], batch_sizes: Tensor | None, reverse: bool
+    ) -> tuple[Tensor, ...]:
+        """One layer in one direction, given input and states: the output and the last states."""
+        raise NotImplementedError
+
+    def _kept(self, batch: int) -> int:
+        """The operators' `keep`. Where no gradient will be asked for, nothing is kept."""
+        if self.stash == "fast" and torch.is_grad_enabled():
+            return 0
+        if isinstance(self.stash, int):
+            return self.stash
+        return max(LEAN_STEPS, -(-ROWS_A_CHUNK // max(batch, 1)))
+
+    def _weights(self, layer: int, direction: int) -> list[Tensor | None]:
+        """Input weight, recurrent weight, their biases, and the projection."""
+        suffix = f"_l{layer}{'_reverse' if direction else ''}"
+        names = ["weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr"]
+        return [getattr(self, name + suffix, None) for name in names]
+
+    def _run(
+        self, x: Tensor, states: Sequence[Tensor], batch_sizes: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        """All layers on a time-major or packed input; states are `[layers * directions, batch, width]`."""
+        directions = 2 if self.bidirectional else 1
+        last: list[tuple[Tensor, ...]] = []
+        for layer in range(self.num_layers):
+            outputs = []
+            for direction in range(directions):
+                number = layer * directions + direction
+                count = len(states) + 1
+                operands = autocast([x, *(state[number] for state in states), *self._weights(layer, direction)])
+                output, *ended = self._direction(operands[:count], operands[count:], batch_sizes, direction == 1)
+                outputs.append(output)
+                last.append(tuple(ended))
+            x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+            if self.dropout and self.training and layer + 1 < self.num_layers:
+                x = F.dropout(x, self.dropout, True)
+        return x, tuple(torch.stack(kind) for kind in zip(*last, strict=True))
+
+
+class _Recurrent(_Layers):
+    """`forward` of the modules that run over sequences."""
+
+    STATES: ClassVar[int] = 1
+
+    def _checked_forward(
+        self: Any, input: Any, hx: Any
+    ) -> tuple[Tensor | PackedSequence, tuple[Tensor, ...]]:  # fmt: skip
+        packed = isinstance(input, PackedSequence)
+        batched = True
+        if packed:
+            data, batch_sizes, sorted_indices, unsorted_indices = input
+            if hx is not None:
+                hx = self.permute_hidden(hx, sorted_indices)
+        else:
+            data, batch_sizes, unsorted_indices = input, None, None
+            if data.dim() not in (2, 3):
+                raise ValueError(
+                    f"{type(self).__name__}: Expected input to be 2D or 3D, got {data.dim()}D instead"
+                )  # fmt: skip
+            batched = data.dim() == 3
+            if not batched:
+                data = data.unsqueeze(0 if self.batch_first else 1)
+                hx = self._batched_states(hx)
+        if hx is None:
+            hx = self._zero_states(data, batch_sizes)
+        self._check_states(hx)
+        self.check_forward_args(data, hx, batch_sizes)
+        states = hx if self.STATES > 1 else (hx,)
+        if not packed and self.batch_first:
+            data = data.transpose(0, 1)
+        if data.shape[0] == 0:
+            raise OptionError("a sequence must have at least one step; got an input without any")
+        output, last = self._run(data, states, batch_sizes)
+        if packed:
+            result = PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices)
+            return result, tuple(
+                state if unsorted_indices is None else state.index_select(1, unsorted_indices) for state in last
+            )
+        if self.batch_first:
+            output = output.transpose(0, 1)
+        if not batched:
+            return output.squeeze(0 if self.batch_first else 1), tuple(state.squeeze(1) for state in last)
+        return output, last
+
+    def _zero_states(self: Any, data: Tensor, batch_sizes: Tensor | None) -> Any:
+        count, batch, width = self.get_expected_hidden_size(data, batch_sizes)
+        h = data.new_zeros((count, batch, width))
+        return h if self.STATES == 1 else (h, data.new_zeros((count, batch, self.hidden_size)))
+
+    def _batched_states(self, hx: Any) -> Any:
+        if hx is None:
+            return None
+        states = hx if self.STATES > 1 else (hx,)
+        if any(state.dim() != 2 for state in states):
+            shapes = ", ".join(f"{state.dim()}-D" for state in states)
+            raise RuntimeError(f"For unbatched 2-D input, hx should also be 2-D but got {shapes} tensor")
+        batched = tuple(state.unsqueeze(1) for state in states)
+        return batched if self.STATES > 1 else batched[0]
+
+    def _check_states(self, hx: Any) -> None:
+        states = hx if self.STATES > 1 else (hx,)
+        if any(state.dim() != 3 for state in states):
+            shapes = ", ".join(f"{state.dim()}-D" for state in states)
+            raise RuntimeError(f"For batched 3-D input, hx should also be 3-D but got {shapes} tensor")
+
+
+class LSTM(_Recurrent, nn.LSTM):
+    """`torch.nn.LSTM` that keeps what it is told to."""
+
+    STATES = 2
+
+    def __init__(self, *args: Any, stash: str | int = "fast", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stash = checked_stash(stash)
+
+    def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
+        return self._checked_forward(input, hx)
+
+    def _direction(
+        self, given: Sequence[Any], weights: Sequence[Tensor | None], batch_sizes: Tensor | None, reverse: bool
+    ) -> tuple[Tensor, ...]:
+        keep = self._kept(given[1].shape[0])
+        return torch.ops.encore.lstm_forward(*given, *weights, batch_sizes, reverse, keep)[:3]
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + _stash_text(self.stash)
+
+
+class GRU(_Recurrent, nn.GRU):
+    """`torch.nn.GRU` that keeps what it is told to."""
+
+    def __init__(self, *args: Any, stash: str | int = "fast", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stash = checked_stash(stash)
+
+    def forward(self, input: Any, hx: Tensor | None = None) -> Any:
+        output, (h_n,) = self._checked_forward(input, hx)
+        return output, h_n
+
+    def _direction(
+        self, given: Sequence[Any], weights: Sequence[Tensor | None], batch_sizes: Tensor | None, reverse: bool
+    ) -> tuple[Tensor, ...]:
+        keep = self._kept(given[1].shape[0])
+        return torch.ops.encore.gru_forward(*given, *weights[:4], batch_sizes, reverse, keep)[:2]
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + _stash_text(self.stash)
+
+
+class RNN(_Recurrent, nn.RNN):
+    """`torch.nn.RNN`, tanh or ReLU. Its output is all that backward needs, so that every `stash` is the same."""
+
+    def __init__(self, *args: Any, stash: str | int = "fast", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stash = checked_stash(stash)
+
+    def forward(self, input: Any, hx: Tensor | None = None) -> Any:
+        output, (h_n,) = self._checked_forward(input, hx)
+        return output, h_n
+
+    def _direction(
+        self, given: Sequence[Any], weights: Sequence[Tensor | None], batch_sizes: Tensor | None, reverse: bool
+    ) -> tuple[Tensor, ...]:
+        relu = self.mode == "RNN_RELU"
+        return torch.ops.encore.elman_forward(*given, *weights[:4], batch_sizes, reverse, relu)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + _stash_text(self.stash)
+
+
+class _Cell:
+    """`forward` of the modules that do one step."""
+
+    STATES: ClassVar[int] = 1
+
+    def _step(self: Any, input: Tensor, hx: Any) -> tuple[Tensor, ...]:
+        if input.dim() not in (1, 2):
+            raise ValueError(f"{type(self).__name__}: Expected input to be 1D or 2D, got {input.dim()}D instead")
+        states = None if hx is None else (hx if self.STATES > 1 else (hx,))
+        for state in states or ():
+            if state.dim() != input.dim():
+                kind = type(self).__name__
+                raise ValueError(f"{kind}: Expected hx to be {input.dim()}D like the input, got {state.dim()}D instead")
+        rows = input if input.dim() == 2 else input.unsqueeze(0)
+        if states is None:
+            states = (rows.new_zeros((rows.shape[0], self.hidden_size)),) * self.STATES
+        elif input.dim() == 1:
+            states = tuple(state.unsqueeze(0) for state in states)
+        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        tensors = [rows.unsqueeze(0), *states, *(getattr(self, name) for name in names)]
+        ended = self._operator(*autocast(tensors))
+        return ended if input.dim() == 2 else tuple(state.squeeze(0) for state in ended)
+
+    def _keep(self: Any) -> int:
+        return 0 if self.stash == "fast" and torch.is_grad_enabled() else 1
+
+
+class LSTMCell(_Cell, nn.LSTMCell):
+    """`torch.nn.LSTMCell` that keeps what it is told to."""
+
+    STATES = 2
+
+    def __init__(self, *args: Any, stash: str | int = "fast", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stash = checked_stash(stash)
+
+    def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        h, c = self._step(input, hx)
+        return h, c
+
+    def _operator(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return torch.ops.encore.lstm_forward(*tensors, None, None, False, self._keep())[1:3]
+
+
+class GRUCell(_Cell, nn.GRUCell):
+    """`torch.nn.GRUCell` that keeps what it is told to."""
+
+    def __init__(self, *args: Any, stash: str | int = "fast", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stash = checked_stash(stash)
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
+        return self._step(input, hx)[0]
+
+    def _operator(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return torch.ops.encore.gru_forward(*tensors, None, False, self._keep())[1:2]
+
+
+class RNNCell(_Cell, nn.RNNCell):
+    """`torch.nn.RNNCell`, tanh or ReLU; every `stash` is the same."""
+
+    def __init__(self, *args: Any, stash: str | int = "fast", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stash = checked_stash(stash)
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
+        return self._step(input, hx)[0]
+
+    def _operator(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return torch.ops.encore.elman_forward(*tensors, None, False, self.nonlinearity == "relu")[1:2]
+
+
+def autocast(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Under autocast, everything in its type; as they are otherwise."""
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    narrowed = (torch.float32, torch.float16, torch.bfloat16)
+    return [tensor.to(dtype) if tensor is not None and tensor.dtype in narrowed else tensor for tensor in tensors]
+
+
+def _stash_text(stash: str | int) -> str:
+    return "" if stash == "fast" else f", stash={stash!r}"

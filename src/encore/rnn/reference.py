@@ -1,0 +1,110 @@
+"""The recurrent layers once more, step by step in differentiable operators: what a second derivative goes through.
+
+Slow and large, and obviously right. The first derivative is the operators' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def lstm(
+    reverse: bool, x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None,
+    b_hh: Tensor | None, w_hr: Tensor | None, batch_sizes: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    h, c = h0, c0
+    outputs: dict[int, Tensor] = {}
+    for time, active, rows in _steps(x, batch_sizes, reverse):
+        gates = F.linear(rows, w_ih, b_ih) + F.linear(h[:active], w_hh, b_hh)
+        i, f, g, o = gates.chunk(4, 1)
+        new_c = f.sigmoid() * c[:active] + i.sigmoid() * g.tanh()
+        new_h = o.sigmoid() * new_c.tanh()
+        if w_hr is not None:
+            new_h = F.linear(new_h, w_hr)
+        outputs[time] = new_h
+        h, c = torch.cat((new_h, h[active:])), torch.cat((new_c, c[active:]))
+    return _joined(outputs, batch_sizes), h, c
+
+
+def gru(
+    reverse: bool, x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None,
+    batch_sizes: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    h = h0
+    outputs: dict[int, Tensor] = {}
+    for time, active, rows in _steps(x, batch_sizes, reverse):
+        x_r, x_z, x_n = F.linear(rows, w_ih, b_ih).chunk(3, 1)
+        h_r, h_z, h_n = F.linear(h[:active], w_hh, b_hh).chunk(3, 1)
+        z = (x_z + h_z).sigmoid()
+        n = (x_n + (x_r + h_r).sigmoid() * h_n).tanh()
+        outputs[time] = n + z * (h[:active] - n)
+        h = torch.cat((outputs[time], h[active:]))
+    return _joined(outputs, batch_sizes), h
+
+
+def elman(
+    relu: bool, reverse: bool, x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None,
+    b_hh: Tensor | None, batch_sizes: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    h = h0
+    outputs: dict[int, Tensor] = {}
+    for time, active, rows in _steps(x, batch_sizes, reverse):
+        total = F.linear(rows, w_ih, b_ih) + F.linear(h[:active], w_hh, b_hh)
+        outputs[time] = total.relu() if relu else total.tanh()
+        h = torch.cat((outputs[time], h[active:]))
+    return _joined(outputs, batch_sizes), h
+
+
+def _steps(x: Tensor, batch_sizes: Tensor | None, reverse: bool) -> Iterator[tuple[int, int, Tensor]]:
+    """Time, rows that are active, and their inputs, in the order of the walk."""
+    steps = list(x.unbind(0)) if batch_sizes is None else list(x.split(batch_sizes.tolist()))
+    for time in reversed(range(len(steps))) if reverse else range(len(steps)):
+        yield time, steps[time].shape[0], steps[time]
+
+
+def _joined(outputs: dict[int, Tensor], batch_sizes: Tensor | None) -> Tensor:
+    in_order = [outputs[time] for time in sorted(outputs)]
+    return torch.stack(in_order) if batch_sizes is None else torch.cat(in_order)
+
+
+def differentiate_twice(
+    layer: Callable[..., tuple[Tensor, ...]], given: Sequence[Tensor | None], operands: Sequence[Tensor | None],
+    batch_sizes: Tensor | None, grads: Sequence[Tensor | None], wanted: Sequence[int],
+) -> list[Tensor | None]:  # fmt: skip
+    """The derivative of a layer's backward operator.
+
+    `given` are the gradients of the layer's outputs that the operator took, `operands` what the layer took; `grads` are
+    the gradients of the operator's results, of which number k is the gradient of operand `wanted[k]`. Returns gradients
+    of `given` and `operands`.
+    """
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        before = [None if grad is None else grad.view_as(grad) for grad in given]
+        inputs = [None if operand is None else operand.view_as(operand) for operand in operands]
+        for tensor in (*before, *inputs):
+            if tensor is not None and not tensor.requires_grad:
+                tensor.requires_grad_()
+        outputs = layer(*inputs, batch_sizes)
+        pairs = [(output, grad) for output, grad in zip(outputs, before, strict=True) if grad is not None]
+        asked = [
+            (tensor, grad)
+            for operand, grad in zip(wanted, grads, strict=True)
+            if grad is not None and (tensor := inputs[operand]) is not None
+        ]
+        if not pairs or not asked:
+            return [None] * len((*before, *inputs))
+        first = torch.autograd.grad(
+            [output for output, _ in pairs], [operand for operand, _ in asked], [grad for _, grad in pairs],
+            create_graph=True, materialize_grads=True,
+        )  # fmt: skip
+        everything = [tensor for tensor in (*before, *inputs) if tensor is not None]
+        found = iter(
+            torch.autograd.grad(
+                list(first), everything, [grad for _, grad in asked], create_graph=again, allow_unused=True
+            )
+        )
+    return [None if tensor is None else next(found) for tensor in (*before, *inputs)]

@@ -1,0 +1,76 @@
+"""Pairs of recurrent modules, torch.nn's and Encore's, and what it takes to compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+import encore
+from encore.rnn import layer, native, plain
+
+KINDS = ("LSTM", "GRU", "RNN")
+
+
+def pair(kind: str, *args: Any, stash: str | int = "fast", **options: Any) -> tuple[nn.Module, nn.Module]:
+    """torch.nn's module and Encore's, with the same parameters."""
+    theirs = getattr(nn, kind)(*args, **options)
+    ours = getattr(encore.nn, kind)(*args, stash=stash, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def tensors(result: Any) -> Iterator[Tensor]:
+    """All floating-point tensors in a module's result."""
+    if isinstance(result, PackedSequence):
+        yield result.data
+    elif isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, tuple | list):
+        for item in result:
+            yield from tensors(item)
+
+
+def run(module: nn.Module, *args: Any, wanted: list[Tensor], seed: int = 1) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, and gradients of `wanted` and all parameters, for random gradients of all outputs."""
+    torch.manual_seed(seed)
+    outputs = list(tensors(module(*args)))
+    generator = torch.Generator().manual_seed(seed)
+    grads = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype) for out in outputs]
+    found = torch.autograd.grad(outputs, [*wanted, *module.parameters()], grads)
+    return [output.detach() for output in outputs], list(found)
+
+
+def everything(module: nn.Module, *args: Any, wanted: list[Tensor]) -> list[Tensor]:
+    """Outputs and gradients in one list."""
+    outputs, grads = run(module, *args, wanted=wanted)
+    return [*outputs, *grads]
+
+
+def close(ours: list[Tensor], theirs: list[Tensor], tolerance: float = 1e-5) -> None:
+    """Equal within a tolerance relative to each tensor's largest number."""
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.shape == other.shape
+        assert mine.dtype == other.dtype
+        scale = max(1.0, other.abs().max().item()) if other.numel() else 1.0
+        torch.testing.assert_close(mine, other, rtol=0, atol=tolerance * scale)
+
+
+@contextmanager
+def kernels(chosen: ModuleType) -> Iterator[None]:
+    """Steps by these functions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer, "_cpu_kernels", lambda: chosen)
+        yield
+
+
+both_kernels: Callable[[Any], Any] = pytest.mark.parametrize(
+    "steps", [native, plain], ids=["native", "plain"]
+)  # fmt: skip
