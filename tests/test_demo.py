@@ -71,13 +71,12 @@ def test_a_difference_is_not_hidden(found: demo.Demo) -> None:
 def test_the_command_prints_json(
     found: demo.Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    whole = demo.run
-    monkeypatch.setattr(demo, "run", lambda steps: whole(steps, TINY, "80%"))
-    assert main(["demo", "--steps", "2", "--json", "--output", str(tmp_path)]) == 0
+    monkeypatch.setattr(demo, "run", lambda steps: found if steps == 6 else None)
+    assert main(["demo", "--steps", "6", "--json", "--output", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").exists()
     told = capsys.readouterr()
     numbers = json.loads(told.out)
     assert numbers["encore_demo"] == 2
-    assert numbers["steps"] == 2
+    assert numbers["steps"] == 6
     assert numbers["loss_gap"] < 1e-5
-    assert "training 2/2  loss: eager" in told.err
+    assert f"to look at: {tmp_path / 'report.html'}" in told.err

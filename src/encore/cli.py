@@ -124,7 +124,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     found = demo.run(demo.STEPS if arguments.steps is None else arguments.steps)
     written = found.write(demo.FOLDER if arguments.output is None else arguments.output)
     print(found.to_json() if arguments.json else found)
-    print(f"\nto look at: {listed(map(str, written))}", file=sys.stderr)
+    print(f"\nto look at: {', '.join(map(str, written))}", file=sys.stderr)
     return DONE
 
 

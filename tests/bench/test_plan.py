@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from encore.bench import plots
 from encore.bench.budgets import BUDGETS, BudgetOutcome, sweep
 from encore.bench.machine import this_machine
@@ -68,6 +70,7 @@ def test_planning_is_timed_on_the_graph_that_pytorch_splits() -> None:
     assert found.pytorch > 0
 
 
+@pytest.mark.slow
 def test_ten_budgets_are_kept() -> None:
     found = sweep("transformer", TINY_SIZES["transformer"], rounds=1)
     assert len(found) == BUDGETS
