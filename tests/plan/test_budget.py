@@ -76,10 +76,16 @@ def test_a_larger_budget_is_never_slower_and_a_smaller_one_never_higher() -> Non
 
 @pytest.mark.parametrize("budget", [Budget(bytes=RESIDENT + 600), Budget(share=(RESIDENT + 600) / (RESIDENT + 1000))])
 def test_a_plan_that_came_out_larger_is_held_against_the_budget_again(budget: Budget) -> None:
-    as_it_is, options = menu()[0], Options(budget=budget)
-    assert keeps_budget(plan("as offered", 600, 0.1), as_it_is, options)
-    assert not keeps_budget(plan("a byte more", 601, 0.1), as_it_is, options)
-    assert keeps_budget(plan("no bound", 10_000, 0.1), as_it_is, Options(budget=Budget()))
+    unplanned, options = menu()[0].plan, Options(budget=budget)
+    assert keeps_budget(plan("as offered", 600, 0.1), options, unplanned=unplanned)
+    assert not keeps_budget(plan("a byte more", 601, 0.1), options, unplanned=unplanned)
+    assert keeps_budget(plan("no bound", 10_000, 0.1), Options(budget=Budget()), unplanned=unplanned)
+
+
+def test_a_share_is_one_of_the_step_that_nobody_planned() -> None:
+    options, unplanned = Options(budget=Budget(share=0.5)), plan("unplanned", 2 * (RESIDENT + 1000) - RESIDENT, 0.0)
+    assert choose(menu(), options, unplanned=unplanned).plan.timeline.step_peak == 1000
+    assert choose(menu(), options).plan.timeline.step_peak < 1000
 
 
 def test_a_byte_below_the_floor_is_refused_with_the_floor() -> None:

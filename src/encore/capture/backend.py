@@ -161,8 +161,8 @@ class GraphCompilation:
                 unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
                 kept = self._rewritten(unplanned)
                 planner = self._planner(kept)
-                offers = self._offers(graph, planner, torch_private.checkpointed(joint))
-            fused = self._pick(graph, planner, offers)
+                offers = self._offers(unplanned, planner, torch_private.checkpointed(joint))
+            fused = self._pick(unplanned, planner, offers)
             self.session.workspaces.save()
             self.session.seconds.save()
         plan = dataclasses.replace(fused.plan, schedule=self._in_saving_order(joint, fused.plan.schedule))
@@ -241,17 +241,18 @@ class GraphCompilation:
         kept = keep_everything(graph, self.session.workspaces, outputs_outlive=outlive)
         return self._planner(dataclasses.replace(kept, slices=slices), reference=planner)
 
-    def _offers(self, captured: Graph, planner: Planner, by_hand: Collection[str]) -> list[Offer]:
+    def _offers(self, unplanned: Plan, planner: Planner, by_hand: Collection[str]) -> list[Offer]:
         """The plans to pick from: the one that was given; what checkpoints in the model ask for, where nothing else
         is asked; only the kept one, where that will do."""
         options, earlier = self.session.options, self.session.plans_of_step_so_far()
         as_it_is = planner.as_it_is()
         if options.plan is not None:
-            return [self._given(captured, planner, options.plan.of_graph(len(self.session.graphs)))]
+            given = options.plan.of_graph(len(self.session.graphs))
+            return [self._given(unplanned.schedule.graph, planner, given)]
         if by_hand and options.budget is None and options.overhead is None:
             obeyed = planner.given(made_by(planner.graph, by_hand) & recomputable(planner.graph))
             return [min(obeyed, as_it_is, key=lambda offer: offer.plan.timeline.step_peak)]
-        if self.session.workspaces.run and will_do(as_it_is, options, earlier=earlier):
+        if self.session.workspaces.run and will_do(as_it_is, options, unplanned=unplanned, earlier=earlier):
             return [as_it_is]
         self.session.seconds.settle(planner.runs.schedule)
         forms = [self._in_slices(planner, slices) for slices in SLICES]
@@ -264,14 +265,16 @@ class GraphCompilation:
             raise PlanError(f"the plan takes heads in {plan.slices} slices, and this graph has none; plan anew")
         return form.given(plan.dropped(captured, form.graph))
 
-    def _pick(self, captured: Graph, planner: Planner, offers: list[Offer]) -> FusedPlan:
+    def _pick(self, unplanned: Plan, planner: Planner, offers: list[Offer]) -> FusedPlan:
         """The plan that is asked for, with its kernels. One that needs more than was predicted once its kernels are
         there makes room for the next."""
         options, earlier = self.session.options, self.session.plans_of_step_so_far()
         while True:
             with _collector_paused():
-                mine = offers[0] if options.plan is not None else choose(offers, options, earlier=earlier)
-            offer = self._as_other_ranks(captured, planner, mine)
+                mine = offers[0]
+                if options.plan is None:
+                    mine = choose(offers, options, unplanned=unplanned, earlier=earlier)
+            offer = self._as_other_ranks(unplanned.schedule.graph, planner, mine)
             self._lap("plan")
             if planner.fuse is None:
                 return FusedPlan(offer.plan, {}, 0)
@@ -281,7 +284,8 @@ class GraphCompilation:
                 time_kernels(self.session.seconds, kernels_of(plan.schedule), fused.kernels)
                 plan = dataclasses.replace(plan, seconds=step_seconds(plan.schedule, self.session.seconds))
             as_predicted = plan.timeline.step_peak <= offer.plan.timeline.step_peak
-            if as_predicted or offer is not mine or keeps_budget(plan, offers[0], options, earlier=earlier):
+            within = keeps_budget(plan, options, unplanned=unplanned, earlier=earlier)
+            if as_predicted or offer is not mine or within:
                 return dataclasses.replace(fused, plan=plan)
             offer.plan = plan
 

@@ -19,32 +19,33 @@ LOOKED_AT = 2
 """Offers that are built to find the smallest plan: their order is nearly that of their plans."""
 
 
-def will_do(as_it_is: Offer, options: Options, *, earlier: Sequence[Plan] = ()) -> bool:
+def will_do(as_it_is: Offer, options: Options, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> bool:
     """Is keeping everything what is asked for, so that no other plan needs to be looked for?"""
     if options.budget is None:
         return options.allowed_overhead == 0
     if options.budget.is_floor:
         return False
-    total = _total(as_it_is.plan, options, earlier)
-    return total <= options.budget.resolve(total)
+    return keeps_budget(as_it_is.plan, options, unplanned=unplanned, earlier=earlier)
 
 
-def keeps_budget(plan: Plan, as_it_is: Offer, options: Options, *, earlier: Sequence[Plan] = ()) -> bool:
+def keeps_budget(plan: Plan, options: Options, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> bool:
     """Does a plan, as it came out in the end, stay within the budget? The floor is no bound."""
     if options.budget is None or options.budget.is_floor:
         return True
-    return _total(plan, options, earlier) <= options.budget.resolve(_total(as_it_is.plan, options, earlier))
+    return _total(plan, options, earlier) <= options.budget.resolve(_total(unplanned, options, earlier))
 
 
 def _total(plan: Plan, options: Options, earlier: Sequence[Plan]) -> int:
     return stack_plans([*earlier, plan]).total + options.resident
 
 
-def choose(offers: Sequence[Offer], options: Options, *, earlier: Sequence[Plan] = ()) -> Offer:
+def choose(
+    offers: Sequence[Offer], options: Options, *, unplanned: Plan | None = None, earlier: Sequence[Plan] = ()
+) -> Offer:
     """Pick from the offers for one graph; `earlier` are the plans of the graphs that the step has run before it.
 
-    The first offer keeps everything. Offers say about what they hold; those that come into question are built, and
-    what counts is the plan itself.
+    The first offer keeps everything; `unplanned` is what percentages are of, where that is another plan. Offers say
+    about what they hold; those that come into question are built, and what counts is the plan itself.
     """
     if options.budget is None:
         return _smallest_within(offers, options.allowed_overhead)
@@ -52,11 +53,11 @@ def choose(offers: Sequence[Offer], options: Options, *, earlier: Sequence[Plan]
     def total(plan: Plan) -> int:
         return _total(plan, options, earlier)
 
-    unplanned = total(offers[0].plan)
+    kept = offers[0].plan
     if options.budget.is_floor:
         return min(_lowest(offers), key=lambda offer: (total(offer.plan), offer.plan.overhead))
-    limit = options.budget.resolve(unplanned)
-    room = limit - (unplanned - offers[0].plan.timeline.step_peak)
+    limit = options.budget.resolve(total(unplanned or kept))
+    room = limit - (total(kept) - kept.timeline.step_peak)
     for offer in sorted(offers, key=lambda offer: (offer.overhead, offer.step_peak)):
         if offer.step_peak <= room * NEAR and total(offer.plan) <= limit:
             return offer

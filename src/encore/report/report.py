@@ -262,7 +262,7 @@ class Estimate:
         """The plan of every graph, as the running step would pick them one after the other."""
         plans: list[Plan] = []
         for graph in self.captured:
-            plans.append(choose(graph.offers, options, earlier=plans).plan)
+            plans.append(choose(graph.offers, options, unplanned=graph.unplanned, earlier=plans).plan)
         return plans
 
     def __str__(self) -> str:
@@ -277,13 +277,13 @@ def _total_of(plans: Sequence[Plan], options: Options) -> int:
 
 
 def _limit(graphs: Sequence[CapturedGraph], options: Options, resident: int) -> int | None:
-    """The budget in bytes. A share is one of the step with everything kept, as it would run; a step of several graphs
-    holds it against each of them, and no one number stands for that."""
+    """The budget in bytes. A share is one of the unplanned step; a step of several graphs holds it against each of
+    them, and no one number stands for that."""
     if options.budget is None or options.budget.is_floor:
         return None
     if options.budget.bytes is not None:
         return options.budget.bytes
-    return options.budget.resolve(resident + graphs[0].choices[0][0]) if len(graphs) == 1 else None
+    return options.budget.resolve(resident + graphs[0].unplanned.timeline.step_peak) if len(graphs) == 1 else None
 
 
 def _asked(options: Options) -> str:
