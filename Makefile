@@ -18,10 +18,10 @@ demo: install
 	$(BIN)/encore demo
 
 test: install
-	$(BIN)/python -m pytest -q -m "not slow" -n 2
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist worksteal
 
 test-all: install lint
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 bench: install
 	$(BIN)/encore bench spine

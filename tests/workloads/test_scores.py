@@ -13,8 +13,10 @@ from torch import nn
 import encore
 from encore.workloads import WORKLOADS, Workload, build, tiny
 
+ONE_OF_A_KIND = ("deepspeech2", "lm", "nin", "nmt", "transformer")
+"""Trained in `make test`; the others learn in the same way, and do in `make test-all`."""
 every_workload = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "resnet152" else ()) for name in sorted(WORKLOADS)]
+    "name", [pytest.param(name, marks=() if name in ONE_OF_A_KIND else pytest.mark.slow) for name in sorted(WORKLOADS)]
 )
 
 Better = Callable[[float, float], bool]

@@ -138,7 +138,7 @@ def test_unknown_sizes_are_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("inception", "resnet152") else ())
+        pytest.param(name, marks=() if name in ("deepspeech2", "vgg16") else pytest.mark.slow)
         for name in sorted(set(WORKLOADS) - set(FIVE))
     ],
 )
