@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,22 +18,30 @@ if TYPE_CHECKING:
 
 OURS, PEERS = "#17996b", "#4f6f9f"
 MIB = 1 << 20
+MARKS = "osD^v<>ph*X"
 
 
 def tradeoffs(outcomes: Mapping[str, Sequence[Outcome]]) -> Figure:
     """One panel a workload, one point a system: up is less memory, right is slower."""
     figure, panels = _panels(len(outcomes))
+    systems = dict.fromkeys(one.system for found in outcomes.values() for one in found if not one.failure)
+    marks = dict(zip(systems, itertools.cycle(MARKS), strict=False))
+    points: dict[str, Any] = {}
     for axes, (workload, found) in zip(panels, outcomes.items(), strict=True):
-        ran = [outcome for outcome in found if not outcome.failure]
-        ours = sorted((one for one in ran if one.is_encore), key=lambda one: one.reduction)
-        axes.plot([one.against_eager for one in ours], [one.reduction for one in ours], color=OURS, alpha=0.4)
-        for one in ran:
-            at = (one.against_eager, one.reduction)
-            axes.plot(*at, marker="o" if one.is_encore else "s", color=OURS if one.is_encore else PEERS)
-            axes.annotate(one.system, at, (5, 3), textcoords="offset points", fontsize=7)
+        for one in found:
+            if not one.failure:
+                (points[one.system],) = axes.plot(
+                    one.against_eager,
+                    one.reduction,
+                    marker=marks[one.system],
+                    color=OURS if one.is_encore else PEERS,
+                    markersize=8,
+                    linestyle="none",
+                )
         axes.axvline(1, color="grey", linewidth=0.8, linestyle=":")
         axes.set(title=workload, xlabel="step time / eager", ylabel="peak: eager / system")
-        axes.margins(x=0.25, y=0.15)
+        axes.margins(0.1)
+    figure.legend([points[system] for system in systems], list(systems), loc="outside right center", frameon=False)
     return figure
 
 
