@@ -7,6 +7,7 @@ how many steps of an LSTM lie between two kept cell states (`"lean"` chooses it)
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -32,10 +33,16 @@ def checked_stash(stash: str | int) -> str | int:
     return stash
 
 
-class _Layers:
-    """Layers and directions of a recurrent module, whatever its cell."""
+class _Stashing:
+    """The keyword that all modules here have beyond `torch.nn`'s, whose class follows them among their bases."""
 
-    stash: str | int
+    def __init__(self, *args: Any, stash: str | int = "fast", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stash = checked_stash(stash)
+
+
+class _Layers(_Stashing):
+    """Layers and directions of a recurrent module, whatever its cell."""
 
     # What torch.nn.RNNBase gives them.
     num_layers: int
@@ -46,11 +53,11 @@ class _Layers:
     bias: bool
     proj_size: int
 
+    @abc.abstractmethod
     def _direction(
         self, given: Sequence[Any], weights: Sequence[Tensor | None], batch_sizes: Tensor | None, reverse: bool
     ) -> tuple[Tensor, ...]:
         """One layer in one direction, given input and states: the output and the last states."""
-        raise NotImplementedError
 
     def _kept(self, batch: int) -> int:
         """The operators' `keep`. Where no gradient will be asked for, nothing is kept."""
@@ -147,6 +154,9 @@ class _Recurrent(_Layers):
         batched = tuple(state.unsqueeze(1) for state in states)
         return batched if self.STATES > 1 else batched[0]
 
+    def extra_repr(self: Any) -> str:
+        return nn.RNNBase.extra_repr(self) + _stash_text(self.stash)
+
     def _check_states(self, hx: Any) -> None:
         states = hx if self.STATES > 1 else (hx,)
         if any(state.dim() != 3 for state in states):
@@ -154,14 +164,18 @@ class _Recurrent(_Layers):
             raise RuntimeError(f"For batched 3-D input, hx should also be 3-D but got {shapes} tensor")
 
 
+class _OneState(_Recurrent):
+    """`forward` of those whose only state is h."""
+
+    def forward(self, input: Any, hx: Tensor | None = None) -> Any:
+        output, (h_n,) = self._checked_forward(input, hx)
+        return output, h_n
+
+
 class LSTM(_Recurrent, nn.LSTM):
     """`torch.nn.LSTM` that keeps what it is told to."""
 
     STATES = 2
-
-    def __init__(self, *args: Any, stash: str | int = "fast", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.stash = checked_stash(stash)
 
     def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
         return self._checked_forward(input, hx)
@@ -172,20 +186,9 @@ class LSTM(_Recurrent, nn.LSTM):
         keep = self._kept(given[1].shape[0])
         return torch.ops.encore.lstm_forward(*given, *weights, batch_sizes, reverse, keep)[:3]
 
-    def extra_repr(self) -> str:
-        return super().extra_repr() + _stash_text(self.stash)
 
-
-class GRU(_Recurrent, nn.GRU):
+class GRU(_OneState, nn.GRU):
     """`torch.nn.GRU` that keeps what it is told to."""
-
-    def __init__(self, *args: Any, stash: str | int = "fast", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.stash = checked_stash(stash)
-
-    def forward(self, input: Any, hx: Tensor | None = None) -> Any:
-        output, (h_n,) = self._checked_forward(input, hx)
-        return output, h_n
 
     def _direction(
         self, given: Sequence[Any], weights: Sequence[Tensor | None], batch_sizes: Tensor | None, reverse: bool
@@ -193,20 +196,9 @@ class GRU(_Recurrent, nn.GRU):
         keep = self._kept(given[1].shape[0])
         return torch.ops.encore.gru_forward(*given, *weights[:4], batch_sizes, reverse, keep)[:2]
 
-    def extra_repr(self) -> str:
-        return super().extra_repr() + _stash_text(self.stash)
 
-
-class RNN(_Recurrent, nn.RNN):
+class RNN(_OneState, nn.RNN):
     """`torch.nn.RNN`, tanh or ReLU. Its output is all that backward needs, so that every `stash` is the same."""
-
-    def __init__(self, *args: Any, stash: str | int = "fast", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.stash = checked_stash(stash)
-
-    def forward(self, input: Any, hx: Tensor | None = None) -> Any:
-        output, (h_n,) = self._checked_forward(input, hx)
-        return output, h_n
 
     def _direction(
         self, given: Sequence[Any], weights: Sequence[Tensor | None], batch_sizes: Tensor | None, reverse: bool
@@ -214,11 +206,8 @@ class RNN(_Recurrent, nn.RNN):
         relu = self.mode == "RNN_RELU"
         return torch.ops.encore.elman_forward(*given, *weights[:4], batch_sizes, reverse, relu)
 
-    def extra_repr(self) -> str:
-        return super().extra_repr() + _stash_text(self.stash)
 
-
-class _Cell:
+class _Cell(_Stashing):
     """`forward` of the modules that do one step."""
 
     STATES: ClassVar[int] = 1
@@ -250,10 +239,6 @@ class LSTMCell(_Cell, nn.LSTMCell):
 
     STATES = 2
 
-    def __init__(self, *args: Any, stash: str | int = "fast", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.stash = checked_stash(stash)
-
     def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         h, c = self._step(input, hx)
         return h, c
@@ -265,10 +250,6 @@ class LSTMCell(_Cell, nn.LSTMCell):
 class GRUCell(_Cell, nn.GRUCell):
     """`torch.nn.GRUCell` that keeps what it is told to."""
 
-    def __init__(self, *args: Any, stash: str | int = "fast", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.stash = checked_stash(stash)
-
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         return self._step(input, hx)[0]
 
@@ -278,10 +259,6 @@ class GRUCell(_Cell, nn.GRUCell):
 
 class RNNCell(_Cell, nn.RNNCell):
     """`torch.nn.RNNCell`, tanh or ReLU; every `stash` is the same."""
-
-    def __init__(self, *args: Any, stash: str | int = "fast", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.stash = checked_stash(stash)
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         return self._step(input, hx)[0]
