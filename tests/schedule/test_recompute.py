@@ -159,9 +159,12 @@ def test_a_batch_norm_that_runs_twice_hands_its_statistics_on_and_runs_again() -
         return norm(torch.tanh(norm(x))).tanh().sum()
 
     graph = captured(twice, torch.randn(6, 8, requires_grad=True), lowering="eager").unplanned.schedule.graph
+    norms = operators(graph, torch.ops.aten._native_batch_norm_legit_functional.default)
+    assert not recomputable(graph).intersection(value for op in norms for value in op.writes[3:] if value is not None)
     again = recompute(graph, recomputable(graph), exact=True)
     verify_graph(again)
     replay(schedule_step(again))
+    assert len(norms) == 2
     assert len(operators(again, torch.ops.aten._native_batch_norm_legit.no_stats)) >= 1
 
 
