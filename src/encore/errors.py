@@ -14,6 +14,11 @@ class OptionError(EncoreError, ValueError):
     """An argument that Encore does not accept; the message names what it does accept."""
 
 
+class OperandError(OptionError, RuntimeError):
+    """Tensors that do not go together. PyTorch raises a `RuntimeError` for some of these and a `ValueError` for others:
+    who catches either catches this."""
+
+
 class PlanError(EncoreError):
     """A saved plan that cannot be read, or that was made for another graph."""
 
@@ -34,12 +39,25 @@ class CheckpointError(EncoreError):
     """A checkpoint that cannot be written or read, or that another run has made."""
 
 
+class WriteError(EncoreError, OSError):
+    """A file that the system did not let be written: no room, no right, a broken disk."""
+
+
 class StoppedError(EncoreError):
     """A training run that was asked to stop before its last step."""
 
 
+class TierError(EncoreError, OSError):
+    """Bytes could not be put aside or brought back: no room, an I/O error, or not the bytes that were stored."""
+
+
+class ReplayError(EncoreError):
+    """A step that was run again did not do what it did before, so that its gradients would be wrong."""
+
+
 class IllegalGraphError(EncoreError):
-    """A graph or schedule broke a rule of `encore.graph.verify` or `encore.schedule.replay`: a bug in Encore."""
+    """A graph or schedule broke a rule of `encore.graph.verify`, `encore.schedule.replay` or `encore.bptt.replay`: a
+    bug in Encore."""
 
 
 @dataclass(frozen=True)

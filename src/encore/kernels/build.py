@@ -1,8 +1,8 @@
 """Compile a C++ source of this folder on first use, and keep the result on disk for the next process.
 
-The file name holds everything the machine code depends on: the source, the command, torch's version and the
-processor's flags. One process compiles, others wait at a lock; the result is renamed into place when it is whole, so
-that nobody loads half a library even where locks are not honoured.
+The file name holds everything the machine code depends on: the source, the headers beside it, the command, torch's
+version and the processor's flags. One process compiles, others wait at a lock; the result is renamed into place when it
+is whole, so that nobody loads half a library even where locks are not honoured.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def library(name: str) -> ctypes.CDLL:
     """The compiled form of `name`.cpp; raises `BuildError` where there is no compiler or it refuses."""
     source = Path(__file__).with_name(f"{name}.cpp")
     command = compile_command()
-    facts = "\n".join((source.read_text(), *command, torch.__version__, _processor_flags()))
+    texts = (file.read_text() for file in (source, *sorted(source.parent.glob("*.h"))))
+    facts = "\n".join((*texts, *command, torch.__version__, _processor_flags()))
     target = cache_directory() / "native" / f"{name}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
     try:
         if not target.exists():
