@@ -1,0 +1,173 @@
+"""Tensors as one block of bytes, and back: the same shapes, strides and bits.
+
+Values are packed densely, each at a multiple of 64 bytes. On the way back every tensor gets the strides it had, gaps
+and all, and its place relative to a cache line: kernels choose their vector code by both, and the last bit of what they
+compute with it.
+
+Aliases. A tensor that occurs twice in a block (same storage, offset, shape, strides, type) is packed once and comes
+back as one tensor. All of them are alive while they are compared, so that an address cannot stand for two things.
+Overlapping but different views are packed one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from encore.errors import TierError
+
+LINE = 64
+PAGE = 4096
+
+
+def rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a block."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    lead: int
+    """Elements between a cache line's beginning and the tensor's first."""
+    position: int
+    """Of its bytes in the block."""
+    bytes: int
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """The distinct elements: what was expanded is packed once."""
+        return tuple(1 if stride == 0 else size for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last in memory."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def is_plain(self) -> bool:
+        """Is it packed as it lies in memory, and is that the host's?"""
+        return self.device.type == "cpu" and self.strides == _contiguous_strides(self.shape)
+
+    def pack(self, tensor: Tensor, block: Tensor) -> None:
+        if self.is_plain:  # copy_ would start PyTorch's own threads beside those that compute
+            ctypes.memmove(block.data_ptr() + self.position, tensor.data_ptr(), self.bytes)
+            return
+        room = block[self.position : self.position + self.bytes].view(self.dtype)
+        distinct = tensor.detach().as_strided(self.packed_shape, self.strides) if 0 in self.strides else tensor.detach()
+        room.view(self.packed_shape).copy_(distinct)
+
+    def make(self) -> Tensor:
+        memory = torch.empty(self.lead + self.span, dtype=self.dtype, device=self.device)
+        return memory.as_strided(self.shape, self.strides, self.lead)
+
+    def fill(self, made: Tensor, block: Tensor) -> None:
+        if self.is_plain:
+            ctypes.memmove(made.data_ptr(), block.data_ptr() + self.position, self.bytes)
+            return
+        values = block[self.position : self.position + self.bytes].view(self.dtype).view(self.packed_shape)
+        made.as_strided(self.packed_shape, self.strides).copy_(values)
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each of a list of tensors lies in the block."""
+
+    entries: tuple[Entry, ...]
+    places: tuple[int, ...]
+    """By tensor: its entry. Two tensors that are one have the same."""
+    bytes: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Is it one tensor, packed as it lies in memory? Then it can be packed in pieces."""
+        return len(self.entries) == 1 and self.entries[0].is_plain
+
+    def pack(self, tensors: Sequence[Tensor], block: Tensor, first: int = 0, size: int | None = None) -> None:
+        """Write the tensors into a block of bytes, or, where they are plain, `size` bytes of them from `first` on."""
+        if self.is_plain:
+            ctypes.memmove(block.data_ptr(), tensors[0].data_ptr() + first, self._piece(first, size))
+            return
+        packed = -1
+        for tensor, place in zip(tensors, self.places, strict=True):
+            if place > packed:  # entries are numbered as they come, so that a second mention is never ahead
+                self.entries[place].pack(tensor, block)
+                packed = place
+
+    def make(self) -> list[Tensor]:
+        """New tensors, to be filled."""
+        made = [entry.make() for entry in self.entries]
+        return [made[place] for place in self.places]
+
+    def _piece(self, first: int, size: int | None) -> int:
+        """Bytes of the only tensor that a piece holds."""
+        left = max(0, self.entries[0].bytes - first)
+        return left if size is None else min(size, left)
+
+    def fill(self, tensors: Sequence[Tensor], block: Tensor, first: int = 0, size: int | None = None) -> None:
+        """Write what the block holds into the tensors that `make` made, or, where they are plain, into `size` bytes of
+        them from `first` on."""
+        if self.is_plain:
+            ctypes.memmove(tensors[0].data_ptr() + first, block.data_ptr(), self._piece(first, size))
+            return
+        filled = -1
+        for tensor, place in zip(tensors, self.places, strict=True):
+            if place > filled:
+                self.entries[place].fill(tensor, block)
+                filled = place
+
+    def unpack(self, block: Tensor) -> list[Tensor]:
+        """New tensors with what the block holds."""
+        made = self.make()
+        self.fill(made, block)
+        return made
+
+
+def layout_of(tensors: Sequence[Tensor]) -> Layout:
+    """How these tensors are packed; raises `TierError` for those that have no plain memory of their own."""
+    entries: list[Entry] = []
+    places: list[int] = []
+    known: dict[tuple[object, ...], int] = {}
+    position = 0
+    for tensor in tensors:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            raise TierError(
+                f"a tier takes plain dense tensors, not one with layout {tensor.layout}"
+                f"{' and a lazy conjugate or sign' if tensor.layout == torch.strided else ''}; "
+                "turn it into one first (to_dense, resolve_conj, resolve_neg)"
+            )
+        shape, strides, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        address = tensor.untyped_storage().data_ptr()
+        key = (address, tensor.device, tensor.storage_offset(), shape, strides, dtype)
+        if key in known and address:
+            places.append(known[key])
+            continue
+        size = dtype.itemsize
+        distinct = math.prod(1 if stride == 0 else extent for extent, stride in zip(shape, strides, strict=True))
+        lead = (tensor.data_ptr() % LINE) // size if address else 0
+        entry = Entry(dtype, tensor.device, shape, strides, lead, position, distinct * size)
+        known[key] = len(entries)
+        places.append(len(entries))
+        entries.append(entry)
+        position = rounded(position + entry.bytes, LINE)
+    return Layout(tuple(entries), tuple(places), position)

@@ -1,0 +1,193 @@
+"""One file with page-aligned slots, unlinked as soon as it is open: a process that dies leaves nothing behind.
+
+Space is claimed with `posix_fallocate` before anything is written into it, so that a disk that is too small says so
+early; where the file lies in memory, as a folder for temporary files may, what memory and cgroups leave is asked first,
+since claiming more ends a process without a word. Direct I/O where the file system has it, so that the page cache
+neither doubles the memory nor delays writes to an unlucky moment; buffered I/O elsewhere, whose pages the system takes
+back when a cgroup is short of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from encore.errors import TierError
+from encore.tiers.layout import PAGE, rounded
+from encore.tiers.limits import available_memory, free_disk, lies_in_memory
+from encore.units import bytes_text
+
+GROWTH = 64 << 20
+"""The file grows by so many bytes at a time at most."""
+SPARE = 64 << 20
+"""Left on the disk for everybody else."""
+
+
+class SlotFile:
+    """Slots of any size, reused by size. Offsets are given out and taken back under a lock; I/O needs none."""
+
+    def __init__(self, directory: Path, *, capacity: int | None, direct: bool) -> None:
+        self.directory = directory
+        self.capacity = capacity
+        self.claimed = 0
+        """Bytes of the file that are backed by the disk."""
+        self._end = 0
+        self._free: dict[int, list[int]] = {}
+        self._lock = threading.Lock()
+        self.direct = False
+        self._descriptor = self._open(direct)
+        self.in_memory = lies_in_memory(self._descriptor)
+
+    def _open(self, direct: bool) -> int:
+        """A file without a name where the file system knows such; elsewhere a name for a moment. Some file systems
+        refuse O_DIRECT when a file is opened, others when it is first written."""
+        ways = [getattr(os, "O_DIRECT", 0)] if direct else []
+        for way in (*filter(None, ways), 0):
+            with contextlib.suppress(OSError, AttributeError):
+                descriptor = os.open(self.directory, os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | way, 0o600)
+                self.direct = bool(way)
+                return descriptor
+        try:
+            descriptor, path = tempfile.mkstemp(prefix="encore-", suffix=".tier", dir=self.directory)
+        except OSError as error:
+            raise TierError(
+                f"the disk tier cannot make a file in {str(self.directory)!r}: {error.strerror}; "
+                "name another folder, Disk(directory=...)"
+            ) from error
+        try:
+            if direct and hasattr(os, "O_DIRECT"):
+                with contextlib.suppress(OSError):
+                    direct_descriptor = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+                    os.close(descriptor)
+                    descriptor, self.direct = direct_descriptor, True
+        finally:
+            Path(path).unlink()
+        return descriptor
+
+    def take(self, size: int) -> int:
+        """The offset of a free slot; raises `TierError` where there is no room for one."""
+        size = rounded(max(size, 1), PAGE)
+        with self._lock:
+            if self._free.get(size):
+                return self._free[size].pop()
+            offset = self._end
+            if offset + size > self.claimed:
+                self._claim(offset + size)
+            self._end = offset + size
+            return offset
+
+    def give_back(self, offset: int, size: int) -> None:
+        with self._lock:
+            self._free.setdefault(rounded(max(size, 1), PAGE), []).append(offset)
+
+    def reserve(self, size: int) -> None:
+        """Claim so many bytes in all, now rather than in the middle of the work."""
+        with self._lock:
+            if size > self.claimed:
+                self._claim(size, exactly=True)
+
+    def claim_slots(self, sizes: Sequence[int]) -> None:
+        """Claim what slots of these sizes take beyond those that are free."""
+        wanted = Counter(rounded(max(size, 1), PAGE) for size in sizes)
+        with self._lock:
+            missing = sum(size * max(0, count - len(self._free.get(size, ()))) for size, count in wanted.items())
+            if missing and self._end + missing > self.claimed:
+                self._claim(self._end + missing, exactly=True)
+
+    def has_room(self, size: int) -> bool:
+        size = rounded(max(size, 1), PAGE)
+        with self._lock:
+            if self._free.get(size) or self._end + size <= self.claimed:
+                return True
+            fits = self.capacity is None or self._end + size <= self.capacity
+            return fits and self._end + size - self.claimed + SPARE <= self._room()
+
+    def _room(self) -> int:
+        """Bytes that the file could grow by."""
+        try:
+            free = free_disk(self._descriptor)
+        except OSError as error:
+            raise self._failed("asking for room", error) from error
+        left = available_memory() if self.in_memory else None
+        return free if left is None else min(free, left)
+
+    def _claim(self, needed: int, *, exactly: bool = False) -> None:
+        if self.capacity is not None and needed > self.capacity:
+            raise TierError(
+                f"the disk tier is full: {bytes_text(needed)} are needed, and it may take {bytes_text(self.capacity)}; "
+                "give it more, Disk(capacity=...), or more memory, so that fewer states leave it"
+            )
+        free = self._room()
+        if needed - self.claimed + SPARE > free:
+            place = f"{str(self.directory)!r}{', which lies in memory' if self.in_memory else ''}"
+            raise TierError(
+                f"no room for {bytes_text(needed - self.claimed)} more in {place}: {bytes_text(free)} "
+                f"are free, and {bytes_text(SPARE)} of them are left alone; name another folder, Disk(directory=...)"
+            )
+        size = needed if exactly else min(needed + GROWTH, (self.claimed + free - SPARE) // PAGE * PAGE)
+        size = size if self.capacity is None else min(size, self.capacity)
+        size = rounded(max(size, needed), PAGE)
+        try:
+            os.posix_fallocate(self._descriptor, self.claimed, size - self.claimed)
+        except OSError as error:
+            raise self._failed("claiming space", error) from error
+        self.claimed = size
+
+    def write(self, offset: int, block: memoryview) -> None:
+        """Write a whole number of pages."""
+        done = 0
+        while done < len(block):
+            direct = self.direct  # as it was: another thread may be refused, and end it, at the same time
+            try:
+                done += os.pwrite(self._descriptor, block[done:], offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and direct:
+                    self._without_direct()
+                    continue
+                raise self._failed("writing", error) from error
+
+    def read(self, offset: int, block: memoryview) -> None:
+        """Read a whole number of pages; fewer bytes than were asked for are an error, never zeros."""
+        done = 0
+        while done < len(block):
+            direct = self.direct
+            try:
+                count = os.preadv(self._descriptor, [block[done:]], offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and direct:
+                    self._without_direct()
+                    continue
+                raise self._failed("reading", error) from error
+            if count == 0:
+                raise TierError(
+                    f"the disk tier's file ends after {done} of {len(block)} bytes at {offset}: it was cut short by "
+                    "somebody else; nothing of this step can be used"
+                )
+            done += count
+
+    def _without_direct(self) -> None:
+        """The file system takes O_DIRECT and then no direct I/O: go on without, on the same open file."""
+        import fcntl
+
+        with self._lock:
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            self.direct = False
+
+    def _failed(self, doing: str, error: OSError) -> TierError:
+        advice = "name another folder, Disk(directory=...)" if error.errno == errno.ENOSPC else "look at the disk"
+        return TierError(
+            f"the disk tier failed while {doing} in {str(self.directory)!r}: {error.strerror} "
+            f"({errno.errorcode.get(error.errno or 0, error.errno)}); {advice}"
+        )
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
