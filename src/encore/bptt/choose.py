@@ -1,0 +1,175 @@
+"""Which schedule: the fewest forward steps that the memory allows.
+
+All candidates have a closed formula for their forward steps, so that choosing takes as long for a million steps as for
+a thousand.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from encore.bptt.actions import Schedule
+from encore.bptt.keep import Keep
+from encore.bptt.multistage import MeasuredPace, Multistage
+from encore.bptt.online import Online
+from encore.bptt.revolve import Revolve, range_advances
+from encore.errors import BudgetError, OptionError
+from encore.units import bytes_text
+
+NAMES = ("auto", "keep", "revolve", "multistage")
+ASSUMED_STEPS = 10_000
+"""A sequence of unknown length is planned for as if it had so many."""
+AHEAD = 2
+"""States of the tier that are in memory at once during backward: the one that was loaded, and the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the memory holds: by bytes, or by a number of states with one step on the tape."""
+
+    budget: int | None
+    slots: int | None
+    state: int
+    """Bytes of one state."""
+    tape: int
+    """Bytes that one step leaves for backward."""
+    work: int
+    """Bytes that backward of one step takes beside that, and the working state."""
+    tier: int = 0
+    """Bytes that the tier takes aside."""
+
+    def slots_beside(self, block: int, *, staged: bool) -> int:
+        """States that fit beside a tape of `block` steps."""
+        if self.slots is not None:
+            return self.slots if block == 1 else 0
+        assert self.budget is not None
+        aside = self.work + (self.tier + AHEAD * self.state if staged else 0)
+        return max(0, (self.budget - aside - block * self.tape) // max(1, self.state))
+
+    def longest_tape(self, *, staged: bool) -> int:
+        """Steps whose tape fits beside one state."""
+        if self.slots is not None:
+            return 1
+        assert self.budget is not None
+        aside = self.work + (self.tier + AHEAD * self.state if staged else 0) + self.state
+        return max(0, (self.budget - aside) // max(1, self.tape))
+
+    def bytes(self, slots: int, block: int, *, staged: bool) -> int:
+        """What a schedule of this shape takes at its worst moment."""
+        aside = self.work + (self.tier + AHEAD * self.state if staged else 0)
+        return aside + slots * self.state + block * self.tape
+
+    @property
+    def floor(self) -> int:
+        """The least that anything takes: one state and one step."""
+        return self.bytes(1, 1, staged=False)
+
+    def shape(self, steps: int, *, staged: bool) -> tuple[int, int]:
+        """Slots and block with the fewest forward steps over so many."""
+        longest = min(self.longest_tape(staged=staged), max(1, steps))
+        best = (math.inf, 0, 0, 0)
+        for block in _candidates(longest, steps):
+            slots = self.slots_beside(block, staged=staged)
+            if slots:
+                slots = min(slots, max(1, -(-steps // block)))
+                best = min(best, (range_advances(steps, slots, block), block, slots, block))
+        return best[2], best[3]
+
+
+def _candidates(longest: int, steps: int) -> Iterable[int]:
+    """Blocks worth looking at: short ones, and the least that make few blocks."""
+    few = {-(-steps // count) for count in range(1, 65)}
+    grown = {int(1.1**power) for power in range(int(math.log(max(1, longest), 1.1)) + 1)}
+    return sorted(block for block in {*range(1, 65), *few, *grown, longest} if 1 <= block <= longest)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A schedule, with what is promised of it."""
+
+    schedule: Schedule
+    forwards: int | None
+    """Runs of a step in all; `None` where the length is not known."""
+    bytes: int
+    """Of states and tapes, at the worst moment."""
+    interval: int | None = None
+    """Steps between states in the tier, as far as is known before."""
+
+
+def choose(name: str, steps: int | None, room: Room, pace: MeasuredPace | None) -> Choice:
+    """The cheapest schedule that fits, or the one that was named. `pace` where there is a tier."""
+    if name not in NAMES:
+        raise OptionError(f"schedule={name!r} does not exist; it can be {', '.join(map(repr, NAMES))}")
+    offers: dict[str, Callable[[], Choice | None]] = {
+        "keep": lambda: _keep(steps, room, forced=name == "keep"),
+        "revolve": lambda: _revolve(steps, room),
+        "multistage": lambda: _multistage(steps, room, pace),
+    }
+    found = [choice for offer in (offers if name == "auto" else (name,)) if (choice := offers[offer]()) is not None]
+    if not found:
+        raise _refusal(name, steps, room, pace)
+    return min(found, key=lambda choice: math.inf if choice.forwards is None else choice.forwards)
+
+
+def _keep(steps: int | None, room: Room, *, forced: bool) -> Choice | None:
+    if steps is None or (room.slots is not None and not forced):
+        return None
+    size = room.work + steps * room.tape
+    if room.budget is not None and size > room.budget:
+        return None
+    return Choice(Keep(steps), steps, size)
+
+
+def _revolve(steps: int | None, room: Room) -> Choice | None:
+    slots, block = room.shape(ASSUMED_STEPS if steps is None else steps, staged=False)
+    if not slots:
+        return None
+    size = room.bytes(slots, block, staged=False)
+    if steps is None:
+        return Choice(Online(slots, block), None, size)
+    return Choice(Revolve(steps, slots, block), Revolve.forwards(steps, slots, block), size)
+
+
+def _multistage(steps: int | None, room: Room, pace: MeasuredPace | None) -> Choice | None:
+    longest = room.longest_tape(staged=True)
+    if pace is None or not longest or not room.slots_beside(1, staged=True):
+        return None
+    pace.least = longest if steps is None else max(1, min(longest, steps))
+    shape = functools.cache(functools.partial(room.shape, staged=True))
+    interval = pace.interval()
+    slots, block = shape(interval)
+    most = room.slots_beside(1, staged=True)
+    schedule = Multistage(pace, shape, slots=most, block=longest, steps=steps, planned=interval)
+    size = room.bytes(slots, block, staged=True)
+    if steps is None:
+        return Choice(schedule, 2 * ASSUMED_STEPS, size, interval)
+    last = min(schedule.block, steps)
+    whole, rest = divmod(steps - last, interval)
+    forwards = steps  # once each on the way, the last ones with a tape
+    for count, length in ((whole, interval), (1, rest)):
+        slots, block = shape(length)
+        forwards += count * (length + range_advances(length, slots, block)) if length else 0
+    return Choice(schedule, forwards, size, interval)
+
+
+def _refusal(name: str, steps: int | None, room: Room, pace: MeasuredPace | None) -> Exception:
+    if name == "multistage" and pace is None:
+        return OptionError("schedule='multistage' moves states to a tier, and none was given: tiers=('disk',)")
+    if name == "keep":
+        if steps is None:
+            return OptionError("schedule='keep' needs to know the length; give xs as tensors, or length=")
+        floor = room.work + steps * room.tape
+        remedy = f"give budget={floor} or more, or another schedule"
+    else:
+        floor = room.bytes(1, 1, staged=name == "multistage")
+        remedy = f"give budget={floor} or more, or a step that keeps less"
+    return BudgetError(
+        f"a budget of {bytes_text(room.budget or 0)} is below the {bytes_text(floor)} that this scan needs at least: "
+        f"a state of {bytes_text(room.state)}, a tape of {bytes_text(room.tape)} a step, {bytes_text(room.work)} for "
+        f"backward of one; {remedy}",
+        floor=floor,
+        remedies=(remedy,),
+    )
