@@ -72,7 +72,7 @@ def test_without_a_compiler_layers_warn_once_and_run(tmp_path: Path) -> None:
         "with warnings.catch_warnings(record=True) as seen:\n"
         "    warnings.simplefilter('always')\n"
         "    for _ in range(2):\n"
-        "        encore.nn.LSTM(3, 4)(torch.randn(5, 2, 3))[0].sum().backward()\n"
+        "        encore.nn.LSTM(3, 4, stash='lean')(torch.randn(5, 2, 3))[0].sum().backward()\n"
         "ours = [str(warning.message) for warning in seen if 'encore' in str(warning.message)]\n"
         "assert len(ours) == 1 and 'C++ compiler' in ours[0], ours\n"
     )

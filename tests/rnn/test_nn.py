@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
 import encore
-from encore.rnn import native, plain
+from encore.rnn import native, plain, tuning
+from encore.rnn.tuning import Layout
 from recurrent import KINDS, both_kernels, close, everything, kernels, pair, run
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -125,18 +126,18 @@ def test_no_farther_from_float64(kind: str) -> None:
         pairs = zip(found, truth, strict=True)
         return sum(((mine - true).norm() / true.norm()).item() for mine, true in pairs)
 
-    allowed = 1.5 * error(theirs)
+    allowed = (1.0 if kind == "LSTM" else 1.2) * error(theirs)  # for others, torch.nn adds up step by step
     for stash in ("fast", "lean", 5):
         ours.stash = stash  # type: ignore[assignment]
         assert error(ours) <= allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("stash", ["fast", 4])
+@pytest.mark.parametrize(("stash", "bias"), [("fast", True), ("fast", False), (4, True)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_narrow_types_are_computed_in_float32(kind: str, stash: str | int, dtype: torch.dtype) -> None:
+def test_narrow_types_are_computed_in_float32(kind: str, stash: str | int, bias: bool, dtype: torch.dtype) -> None:
     """As close to float64 as rounding once to the type allows, and closer than torch.nn."""
-    theirs, ours = pair(kind, 32, 48, stash=stash)
+    theirs, ours = pair(kind, 32, 48, stash=stash, bias=bias)
     theirs, ours = theirs.to(dtype), ours.to(dtype)
     x = torch.randn(20, 6, 32).to(dtype).requires_grad_()
     exact = copy.deepcopy(theirs).double()
@@ -150,7 +151,9 @@ def test_narrow_types_are_computed_in_float32(kind: str, stash: str | int, dtype
         return sum(((mine - true).norm() / true.norm()).item() for mine, true in zip(found, truth, strict=True))
 
     reference = error(theirs, native)
-    assert error(ours, native) <= reference
+    for narrow in (False, True):  # where the processor multiplies bfloat16 as it is, gates' gradients are rounded to it
+        with tuning.forced(Layout("packed", 64, narrow=narrow)):
+            assert error(ours, native) <= (1.05 if narrow else 1.0) * reference
     assert error(ours, plain) <= reference
 
 

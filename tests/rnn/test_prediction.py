@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,4 +38,6 @@ def test_predicted_to_the_byte(kind: str, stash: str) -> None:
     del found
     model.zero_grad(set_to_none=True)
     measured = encore.measure(lambda: model(x).backward())
-    assert encore.report(model).planned.step_peak == measured.step_peak
+    report = encore.report(model)
+    assert report.planned.step_peak == measured.step_peak
+    assert {row.source.partition(":")[0] for row in report.decisions if row.module == "layers"} == {Path(__file__).name}

@@ -9,67 +9,207 @@ products write neighbouring columns.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from encore.rnn import reference
-from encore.rnn.arena import Arena, Layout, layout_bytes
+from encore.rnn.arena import Arena, Layout
+from encore.rnn.cell import Call, Cell, Needs, define_operators
+from encore.rnn.lanes import lanes
 from encore.rnn.layer import (
-    Sizes,
-    accumulator,
     add_product,
-    copied_bytes,
     input_rows,
-    kernels_for,
     last_states,
+    loaded_states,
+    parts_of,
     previous_states,
-    sizes_of,
-    started,
-    usable_gradient,
-    walk_of,
+    recurrent_weight,
     widened,
+    within,
 )
-from encore.rnn.registry import define
+from encore.rnn.native import packed_numel
+from encore.rnn.pages import empty
+from encore.rnn.products import large_product
+from encore.rnn.sequence import Chunk, Walk
 
 OPERANDS = (
     "Tensor x, Tensor h0, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, Tensor? batch_sizes, bool reverse"
 )
-FORWARD = f"gru_forward({OPERANDS}, int keep) -> (Tensor output, Tensor h_n, Tensor gates)"
-BACKWARD = (
-    f"gru_backward(Tensor? grad_output, Tensor? grad_h_n, {OPERANDS}, int keep, Tensor output, Tensor gates, "
-    "bool need_x, bool need_weights) -> (Tensor x, Tensor h0, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh)"
-)
-WEIGHT_GRADIENTS = ("grad_w_ih", "grad_w_hh", "grad_b_ih", "grad_b_hh")
 
 
-def _sizes(
-    keep: int, x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None,
-    batch_sizes: Tensor | None,
-) -> Sizes:  # fmt: skip
-    hidden = w_hh.shape[0] // 3
-    others: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "h0": (h0, (h0.shape[0], hidden)),
-        "b_ih": (b_ih, (3 * hidden,)),
-        "b_hh": (b_hh, (3 * hidden,)),
-    }
-    # Nothing is kept at certain steps, so that chunks are as long as products want them.
-    return sizes_of("gru_forward", x, h0, w_ih, w_hh, batch_sizes, 3, keep, others, chunked_by_keep=False)
+class Gru(Cell):
+    name = "gru"
+    forward_schema = f"gru_forward({OPERANDS}, int keep) -> (Tensor output, Tensor h_n, Tensor gates)"
+    backward_schema = (
+        f"gru_backward(Tensor? grad_output, Tensor? grad_h_n, {OPERANDS}, int keep, Tensor output, Tensor gates, "
+        "bool need_x, bool need_weights) -> (Tensor x, Tensor h0, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh)"
+    )
+    operands = gradients = ("x", "h0", "w_ih", "w_hh", "b_ih", "b_hh")
+    gates, columns = 3, 4
+
+    def reference(self, reverse: bool, option: int) -> Callable[..., tuple[Tensor, ...]]:
+        return functools.partial(reference.gru, reverse)
+
+    def results(self, call: Call) -> tuple[Tensor, ...]:
+        x, (h0,), sizes = call.x, call.states, call.sizes
+        return (
+            empty(x, (*x.shape[:-1], sizes.hidden)),
+            empty(h0, h0.shape),
+            empty(x, (0 if sizes.keep else sizes.rows, 4 * sizes.hidden)),
+        )
+
+    def forward(self, call: Call, walk: Walk, arena: Arena, results: Sequence[Tensor]) -> None:
+        output, h_n, gates = results
+        kernels, keep, hidden = call.kernels, call.sizes.keep, call.sizes.hidden
+        recurrent = widened(arena, "w_hh", call.w_hh)
+        packed, product = recurrent_weight(call.sizes, arena, kernels, recurrent, 3, transposed=False)
+        from_inputs = GateProducts(widened(arena, "w_ih", call.w_ih), arena.get("input_weight"))
+        bias = _biases(arena, call.b_ih, call.b_hh)
+        states = loaded_states(arena, call.states[0])
+        flat = output.view(call.sizes.rows, call.sizes.hidden)
+        turn = 0
+
+        def inputs_of(chunk: Chunk, own: Arena) -> Tensor:
+            buffer = own.get("inputs")
+            return gates[chunk.first : chunk.last] if buffer is None else buffer[: chunk.rows]
+
+        def prepare(chunk: Chunk, own: Arena) -> None:
+            from_inputs.write(input_rows(call.x, chunk, own), inputs_of(chunk, own))
+
+        with lanes(call.sizes.lanes) as shared:
+            for chunk, own in shared.over(walk.chunks, arena, call.sizes.forward_turns, prepare):
+                inputs = inputs_of(chunk, own)
+                for part in parts_of(walk, chunk, product):
+                    rows, its = slice(part.first, part.last), inputs[within(part, chunk)]
+                    if product is not None:  # added for r and z, apart for n
+                        its[:, 3 * hidden :].zero_()
+                        product.add(states[turn][: part.rows], its[:, hidden:])
+                    kept = None if keep else gates[rows]
+                    kernels.gru_forward(part, its, bias, packed, states[turn], states[1 - turn], flat[rows], kept)
+                    turn = (turn + len(part.times)) % 2
+        last_states(flat, walk, h_n)
+
+    def backward_layout(self, call: Call, needs: Needs) -> Layout:
+        sizes, real = call.sizes, call.sizes.real
+        layout = dict(super().backward_layout(call, needs))
+        if needs.weights:
+            layout["biases"] = (4 * sizes.hidden,), real
+        if needs.x and sizes.narrow:
+            layout["ordered"] = (3 * sizes.hidden, sizes.inputs), sizes.operand
+        return layout
+
+    def _packed(self, call: Call, name: str, depth: int) -> Layout:
+        sizes = call.sizes
+        numel = sum(call.kernels.packed_numel(1, gates * sizes.hidden, depth, sizes.operand) for gates in (1, 2))
+        return {name: ((numel,), sizes.operand)}
+
+    def backward_chunk_layout(self, call: Call, needs: Needs) -> Layout:
+        layout = dict(super().backward_chunk_layout(call, needs))
+        layout["previous"] = (call.sizes.chunk_rows, call.sizes.hidden), call.sizes.operand  # read by its cell
+        return layout
+
+    def backward(
+        self, call: Call, walk: Walk, arena: Arena, grad_output: Tensor | None, kept: Sequence[Tensor],
+        totals: Mapping[str, Tensor], needs: Needs,
+    ) -> None:  # fmt: skip
+        output, gates = kept
+        sizes, kernels, keep, hidden = call.sizes, call.kernels, call.sizes.keep, call.sizes.hidden
+        grad_state = totals["h0"]
+        if needs.weights:
+            grad_biases = arena["biases"].zero_()
+        recurrent, input_weight = widened(arena, "w_hh", call.w_hh), widened(arena, "w_ih", call.w_ih)
+        packed, product = recurrent_weight(sizes, arena, kernels, recurrent, 3, transposed=True)
+        if keep:
+            _biases(arena, call.b_ih, call.b_hh)
+            from_inputs = GateProducts(input_weight, arena.get("input_weight"))
+            from_states = GateProducts(recurrent, arena.get("state_weight"))
+        ordered = arena.get("ordered")
+        if ordered is not None:
+            ordered[:hidden].copy_(input_weight[2 * hidden :])
+            ordered[hidden:].copy_(input_weight[: 2 * hidden])
+            to_inputs = large_product(ordered, arena["x_weight"], transposed=True)
+        flat, grad_x = output.view(sizes.rows, hidden), totals["x"].view(-1, sizes.inputs)
+        last = walk.chunks[-1]
+
+        def gates_built(chunk: Chunk, own: Arena) -> Tensor:
+            """Those that were built again: where their gradients will lie, or beside them if those are narrow."""
+            return own.get("built", own["grad_gates"])[: chunk.rows]
+
+        def prepare(chunk: Chunk, own: Arena) -> None:
+            built = gates_built(chunk, own)
+            from_inputs.write(input_rows(call.x, chunk, own), built)
+            from_states.add(previous_states(flat, call.states[0], walk, chunk, own), built)
+            kernels.gru_rebuild(arena["bias"], built)
+
+        def finish(chunk: Chunk, own: Arena, previous: Tensor) -> None:
+            """What is left when the gates' gradients are there."""
+            grad_gates, begins = own["grad_gates"][: chunk.rows], chunk is last
+            grad_n, grad_rz = grad_gates[:, :hidden], grad_gates[:, hidden : 3 * hidden]
+            into, buffer = grad_x[chunk.first : chunk.last], own.get("grad_inputs")
+            if ordered is not None:
+                shared.later(lambda: to_inputs.write(grad_gates[:, : 3 * hidden], into))
+            elif needs.x:
+                shared.later(lambda: _write_input_gradients(grad_n, grad_rz, input_weight, into, buffer))
+            if not needs.weights:
+                return
+            inputs, w_ih = input_rows(call.x, chunk, own), totals["w_ih"]
+            shared.later(lambda: add_product(sizes, grad_rz, inputs, w_ih[: 2 * hidden], begins), "w_ih of r, z")
+            shared.later(lambda: add_product(sizes, grad_n, inputs, w_ih[2 * hidden :], begins), "w_ih of n")
+            shared.later(lambda: add_product(sizes, grad_gates[:, hidden:], previous, totals["w_hh"], begins), "w_hh")
+            if call.b_ih is not None:
+                shared.later(lambda: kernels.add_column_sums(grad_gates, grad_biases), "bias")
+
+        with lanes(sizes.lanes) as shared:
+            for chunk, own in shared.over(walk.chunks[::-1], arena, sizes.backward_turns, prepare if keep else None):
+                grad_gates = own["grad_gates"][: chunk.rows]
+                previous = previous_states(flat, call.states[0], walk, chunk, own)
+                its_gates = gates_built(chunk, own) if keep else gates[chunk.first : chunk.last]
+                for part in reversed(parts_of(walk, chunk, product)):
+                    its = within(part, chunk)
+                    kernels.gru_backward(
+                        part, packed, grad_output, its_gates[its], previous[its], grad_gates[its], grad_state,
+                        sizes.dtype,
+                    )  # fmt: skip
+                    if product is not None:
+                        product.add(grad_gates[its, hidden:], grad_state[: part.rows])
+                finish(chunk, own, previous)
+        if needs.weights and call.b_ih is not None:
+            totals["b_ih"][: 2 * hidden].copy_(grad_biases[hidden : 3 * hidden])
+            totals["b_ih"][2 * hidden :].copy_(grad_biases[:hidden])
+            totals["b_hh"].copy_(grad_biases[hidden:])
 
 
-def _input_products(inputs: Tensor, weight: Tensor, gates: Tensor) -> None:
-    """Products with the inputs for n, r and z."""
+class GateProducts:
+    """Products of a chunk's rows with the weight of all gates, into columns for n, r, z and the recurrent part of n."""
+
+    def __init__(self, weight: Tensor, buffer: Tensor | None) -> None:
+        self._hidden = hidden = weight.shape[0] // 3
+        first = None if buffer is None else packed_numel(1, hidden, weight.shape[1], buffer.dtype)
+        self._n = large_product(weight[2 * hidden :], None if buffer is None else buffer[:first])
+        self._rz = large_product(weight[: 2 * hidden], None if buffer is None else buffer[first:])
+
+    def write(self, inputs: Tensor, gates: Tensor) -> None:
+        """Those with the inputs, for n, r and z."""
+        self._n.write(inputs, gates[:, : self._hidden])
+        self._rz.write(inputs, gates[:, self._hidden : 3 * self._hidden])
+
+    def add(self, states: Tensor, gates: Tensor) -> None:
+        """Those with the states: added for r and z, apart for n."""
+        self._rz.add(states, gates[:, self._hidden : 3 * self._hidden])
+        self._n.write(states, gates[:, 3 * self._hidden :])
+
+
+def _write_input_gradients(
+    grad_n: Tensor, grad_rz: Tensor, weight: Tensor, into: Tensor, buffer: Tensor | None
+) -> None:  # fmt: skip
+    """The gradients of inputs, by way of a buffer in the compute type where there is one."""
     hidden = weight.shape[0] // 3
-    torch.mm(inputs, weight[2 * hidden :].t(), out=gates[:, :hidden])
-    torch.mm(inputs, weight[: 2 * hidden].t(), out=gates[:, hidden : 3 * hidden])
-
-
-def _add_recurrent_products(states: Tensor, weight: Tensor, gates: Tensor) -> None:
-    """Products with the states: added for r and z, apart for n."""
-    hidden = weight.shape[0] // 3
-    gates[:, hidden : 3 * hidden].addmm_(states, weight[: 2 * hidden].t())
-    torch.mm(states, weight[2 * hidden :].t(), out=gates[:, 3 * hidden :])
+    products = into if buffer is None else buffer[: into.shape[0]]
+    torch.mm(grad_rz, weight[: 2 * hidden], out=products).addmm_(grad_n, weight[2 * hidden :])
+    if buffer is not None:
+        into.copy_(products)
 
 
 def _biases(arena: Arena, b_ih: Tensor | None, b_hh: Tensor | None) -> Tensor:
@@ -84,241 +224,4 @@ def _biases(arena: Arena, b_ih: Tensor | None, b_hh: Tensor | None) -> Tensor:
     return into
 
 
-# ---- forward -------------------------------------------------------------------------------------------------------
-
-
-def _forward_layout(sizes: Sizes, kernels: Any) -> Layout:
-    real, hidden, rows = sizes.real, sizes.hidden, sizes.chunk_rows
-    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "bias": ((4 * hidden,), real),
-        "states": ((2, sizes.batch, hidden), real),
-    }
-    if not sizes.single:
-        layout["weight"] = (kernels.packed_numel(3, hidden, hidden, real),), real
-    if sizes.keep or sizes.wide:
-        layout["inputs"] = (rows, 4 * hidden), real
-    if not sizes.x_in_place:
-        layout["x"] = (rows, sizes.inputs), real
-    if sizes.wide:
-        layout["other_bias"] = (3 * hidden,), real
-        layout["w_ih"] = (3 * hidden, sizes.inputs), real
-        layout["w_hh"] = (3 * hidden, hidden), real
-    return layout
-
-
-def gru_forward(
-    x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None,
-    batch_sizes: Tensor | None, reverse: bool, keep: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Run the layer. Returns the output, the last state, and what `gru_backward` wants beside them."""
-    sizes = _sizes(keep, x, h0, w_ih, w_hh, b_ih, b_hh, batch_sizes)
-    output, h_n, gates = _results(sizes, x, h0)
-    if sizes.rows == 0:
-        return output, h_n, gates  # a batch of none
-    kernels, walk = kernels_for(x.device), walk_of(sizes, batch_sizes, reverse)
-    arena = Arena(_forward_layout(sizes, kernels), x.device)
-    recurrent, packed = widened(arena, "w_hh", w_hh), arena.get("weight")
-    if packed is not None:
-        kernels.pack(recurrent, 3, transposed=False, out=packed)
-    input_weight, bias, states = widened(arena, "w_ih", w_ih), _biases(arena, b_ih, b_hh), arena["states"]
-    states[0].copy_(h0)
-    states[1].copy_(h0)
-    flat = output.view(sizes.rows, sizes.hidden)
-    turn = 0
-    for chunk in walk.chunks:
-        rows = slice(chunk.first, chunk.last)
-        buffer = arena.get("inputs")
-        inputs = gates[rows] if buffer is None else buffer[: chunk.rows]
-        _input_products(input_rows(x, chunk, arena), input_weight, inputs)
-        if packed is None:
-            _add_recurrent_products(states[0], recurrent, inputs)
-        kernels.gru_forward(
-            chunk, inputs, bias, packed, states[turn], states[1 - turn], flat[rows],
-            None if keep else gates[rows],
-        )  # fmt: skip
-        turn = (turn + len(chunk.times)) % 2
-    return output, last_states(flat, walk, h_n), gates
-
-
-def _results(sizes: Sizes, x: Tensor, h0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty((*x.shape[:-1], sizes.hidden)),
-        h0.new_empty(h0.shape),
-        x.new_empty((0 if sizes.keep else sizes.rows, 4 * sizes.hidden)),
-    )
-
-
-def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _results(_sizes(args[8], *args[:7]), *args[:2])
-
-
-def forward_workspace(*args: Any) -> int:
-    """Bytes that `gru_forward` of these arguments takes aside and gives back."""
-    sizes, kernels = _sizes(args[8], *args[:7]), kernels_for(args[0].device)
-    if sizes.rows == 0:
-        return 0
-    return layout_bytes(_forward_layout(sizes, kernels)) + kernels.temporary_bytes(
-        sizes.batch, sizes.hidden, sizes.real
-    )
-
-
-# ---- backward ------------------------------------------------------------------------------------------------------
-
-
-def _backward_layout(sizes: Sizes, kernels: Any, need_x: bool, need_weights: bool) -> Layout:
-    real, hidden, rows = sizes.real, sizes.hidden, sizes.chunk_rows
-    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "grad_gates": ((rows, 4 * hidden), real),
-        "previous": ((rows, hidden), real),
-    }
-    if not sizes.single:
-        layout["weight"] = (kernels.packed_numel(1, hidden, 3 * hidden, real),), real
-    if sizes.keep:
-        layout["bias"] = (4 * hidden,), real
-    if need_weights:
-        layout["grad_biases"] = (4 * hidden,), real
-    if (sizes.keep or need_weights) and not sizes.x_in_place:
-        layout["x"] = (rows, sizes.inputs), real
-    if sizes.wide:
-        layout["other_bias"] = (3 * hidden,), real
-        layout["grad_state"] = (sizes.batch, hidden), real
-        layout["w_ih"] = (3 * hidden, sizes.inputs), real
-        layout["w_hh"] = (3 * hidden, hidden), real
-        if need_x:
-            layout["grad_x"] = (rows, sizes.inputs), real
-        if need_weights:
-            layout["grad_w_ih"] = (3 * hidden, sizes.inputs), real
-            layout["grad_w_hh"] = (3 * hidden, hidden), real
-    return layout
-
-
-def gru_backward(
-    grad_output: Tensor | None, grad_h_n: Tensor | None, x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor,
-    b_ih: Tensor | None, b_hh: Tensor | None, batch_sizes: Tensor | None, reverse: bool, keep: int, output: Tensor,
-    gates: Tensor, need_x: bool, need_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of what `gru_forward` took; empty ones where they are not needed."""
-    sizes = _sizes(keep, x, h0, w_ih, w_hh, b_ih, b_hh, batch_sizes)
-    hidden, kernels = sizes.hidden, kernels_for(x.device)
-    results = _gradients(sizes, x, h0, w_ih, w_hh, b_ih, need_x, need_weights)
-    if sizes.rows == 0:
-        return tuple(result.zero_() for result in results)  # type: ignore[return-value]
-    grad_output = usable_gradient(grad_output)
-    arena = Arena(_backward_layout(sizes, kernels, need_x, need_weights), x.device)
-    grad_x = results[0].view(-1, sizes.inputs)
-    grad_state = started(accumulator(arena, "grad_state", results[1]), grad_h_n)
-    grad_w_ih, grad_w_hh = accumulator(arena, "grad_w_ih", results[2]), accumulator(arena, "grad_w_hh", results[3])
-    if need_weights:
-        grad_biases = arena["grad_biases"].zero_()
-    recurrent, input_weight = widened(arena, "w_hh", w_hh), widened(arena, "w_ih", w_ih)
-    packed = arena.get("weight")
-    if packed is not None:
-        kernels.pack(recurrent, 1, transposed=True, out=packed)
-    if keep:
-        _biases(arena, b_ih, b_hh)
-    flat = output.view(sizes.rows, hidden)
-    walk = walk_of(sizes, batch_sizes, reverse)
-    for chunk in reversed(walk.chunks):
-        rows = slice(chunk.first, chunk.last)
-        grad_gates = arena["grad_gates"][: chunk.rows]
-        previous = previous_states(flat, h0, walk, chunk, arena)
-        if keep or need_weights:
-            inputs = input_rows(x, chunk, arena)
-        if keep:
-            _input_products(inputs, input_weight, grad_gates)
-            _add_recurrent_products(previous, recurrent, grad_gates)
-            kernels.gru_rebuild(arena["bias"], grad_gates)
-        kernels.gru_backward(
-            chunk, packed, grad_output, grad_gates if keep else gates[rows], previous, grad_gates, grad_state,
-            sizes.dtype,
-        )  # fmt: skip
-        if packed is None:
-            grad_state.addmm_(grad_gates[:, hidden:], recurrent)
-        grad_n, grad_rz = grad_gates[:, :hidden], grad_gates[:, hidden : 3 * hidden]
-        if need_x:
-            buffer = arena.get("grad_x")
-            into = grad_x[rows] if buffer is None else buffer[: chunk.rows]
-            torch.mm(grad_rz, input_weight[: 2 * hidden], out=into).addmm_(grad_n, input_weight[2 * hidden :])
-            if buffer is not None:
-                grad_x[rows] = into
-        if need_weights:
-            first = chunk is walk.chunks[-1]
-            add_product(grad_rz.t(), inputs, grad_w_ih[: 2 * hidden], first)
-            add_product(grad_n.t(), inputs, grad_w_ih[2 * hidden :], first)
-            add_product(grad_gates[:, hidden:].t(), previous, grad_w_hh, first)
-            if b_ih is not None:
-                kernels.add_column_sums(grad_gates, grad_biases)
-    for result, total in ((results[1], grad_state), (results[2], grad_w_ih), (results[3], grad_w_hh)):
-        if result is not total:
-            result.copy_(total)
-    if need_weights and b_ih is not None:
-        results[4][: 2 * hidden].copy_(grad_biases[hidden : 3 * hidden])
-        results[4][2 * hidden :].copy_(grad_biases[:hidden])
-        results[5].copy_(grad_biases[hidden:])
-    return results
-
-
-def _gradients(
-    sizes: Sizes, x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, need_x: bool,
-    need_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    biases = 3 * sizes.hidden if need_weights and b_ih is not None else 0
-    return (
-        x.new_empty(x.shape if need_x else (0, sizes.inputs)),
-        h0.new_empty(h0.shape),
-        w_ih.new_empty(w_ih.shape if need_weights else (0,)),
-        w_hh.new_empty(w_hh.shape if need_weights else (0,)),
-        w_hh.new_empty((biases,)),
-        w_hh.new_empty((biases,)),
-    )
-
-
-def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    sizes = _sizes(args[10], *args[2:9])
-    return _gradients(sizes, *args[2:7], *args[13:])
-
-
-def backward_workspace(*args: Any) -> int:
-    """Bytes that `gru_backward` of these arguments takes aside and gives back."""
-    sizes, kernels = _sizes(args[10], *args[2:9]), kernels_for(args[2].device)
-    if sizes.rows == 0:
-        return 0
-    layout = _backward_layout(sizes, kernels, *args[13:])
-    return layout_bytes(layout) + kernels.temporary_bytes(sizes.batch, sizes.hidden, sizes.real) + copied_bytes(args[0])
-
-
-# ---- autograd ------------------------------------------------------------------------------------------------------
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    sequence, _, gates = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(gates)
-    ctx.save_for_backward(*inputs[:7], sequence, gates)
-    ctx.reverse, ctx.keep = inputs[7:]
-
-
-def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, sequence, gates = ctx.saved_tensors
-    need = ctx.needs_input_grad
-    found = torch.ops.encore.gru_backward(
-        *grads[:2], *inputs, ctx.reverse, ctx.keep, sequence, gates, need[0], any(need[2:6])
-    )
-    return (*[grad if needed else None for grad, needed in zip(found, need[:6], strict=True)], None, None, None)
-
-
-def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:9])
-    ctx.reverse = inputs[9]
-
-
-def _differentiate_again(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    *operands, batch_sizes = ctx.saved_tensors
-    layer = functools.partial(reference.gru, ctx.reverse)
-    found = reference.differentiate_twice(layer, operands[:2], operands[2:], batch_sizes, grads, range(6))
-    return (*found, *[None] * 7)
-
-
-define(FORWARD, gru_forward, _fake_forward, forward_workspace, _differentiate, _save)
-define(BACKWARD, gru_backward, _fake_backward, backward_workspace, _differentiate_again, _save_backward)
+define_operators(Gru())

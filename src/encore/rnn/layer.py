@@ -1,25 +1,32 @@
 """What the recurrent operators have in common: their sizes, which kernels run them, and the rows of a chunk.
 
-A layer's large products are PyTorch's own, a chunk of time at a time; its steps are `native.py`'s, or `plain.py`'s
-where there is no compiler. Narrow types (bfloat16, half) are computed in float32: weights are widened once a call,
-inputs a chunk at a time, and what is kept for backward stays narrow, except c, which lives in float32 throughout.
+A layer's large products are PyTorch's own, a chunk of time at a time. Its steps are `native.py`'s on the CPU,
+`gpu.py`'s on CUDA devices, and `plain.py`'s where there is no compiler or no Triton. Narrow types (bfloat16, half)
+are computed in float32: weights are widened once a call, inputs a chunk at a time, and what is kept for backward stays
+narrow, except c, which lives in float32 throughout. In a **narrow** layout, products read bfloat16 as it is, and only
+their sums and what cells compute are float32; gradients of gates are rounded then before they are multiplied.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from encore.errors import OptionError
+from encore.errors import OperandError, OptionError
 from encore.kernels import BuildError
+from encore.kernels.gpu import has_gpu_kernels
 from encore.rnn import native, plain
 from encore.rnn.arena import Arena
+from encore.rnn.products import StepProduct, step_product
 from encore.rnn.sequence import Chunk, Walk, chunk_steps, dense_walk, packed_walk, previous_rows
+from encore.rnn.tuning import LEAST_ROWS, Layout, layout_of
 
 WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Types that are computed in another."""
@@ -42,9 +49,15 @@ class Sizes:
     keep: int
     """0: gates and c are kept. K: c is kept every K steps and gates are built again."""
     x_in_place: bool
-    """Products can read the inputs where they are: contiguous, and in the compute type."""
+    """Products can read the inputs where they are: contiguous, and in the type of operands."""
     a_chunk: int
     """Steps of a chunk."""
+    weight: str
+    """How the recurrent weight lies: `packed` for our own kernels, or a layout of `products.py`, a product a step."""
+    lanes: int
+    """Threads or groups of threads that share the work: see `lanes.py`."""
+    narrow: bool
+    """Products read narrow numbers as they are."""
 
     @property
     def real(self) -> torch.dtype:
@@ -52,63 +65,101 @@ class Sizes:
         return WIDE.get(self.dtype, self.dtype)
 
     @property
-    def wide(self) -> bool:
+    def mixed(self) -> bool:
+        """Is that another type than the sequences'?"""
         return self.real != self.dtype
 
     @property
-    def single(self) -> bool:
-        """One step: packing the recurrent weight would cost more than multiplying with it as it is."""
-        return self.steps == 1
+    def wide(self) -> bool:
+        """Is everything widened that products read?"""
+        return self.mixed and not self.narrow
+
+    @property
+    def operand(self) -> torch.dtype:
+        """The type that products read."""
+        return self.dtype if self.narrow else self.real
+
+    @property
+    def packs(self) -> bool:
+        return self.weight == "packed"
 
     @property
     def chunk_rows(self) -> int:
         """The most rows a chunk can have."""
         return min(self.rows, self.a_chunk * self.batch)
 
+    @property
+    def forward_turns(self) -> int:
+        """Sets of a chunk's buffers: with two lanes, products are made for one while another one's steps run."""
+        return self.lanes
+
+    @property
+    def backward_turns(self) -> int:
+        """With two lanes, a set's gradients are added up while another one's are made, and where gates are built again,
+        those of a third."""
+        return 1 if self.lanes == 1 else 3 if self.keep else 2
+
 
 def sizes_of(
-    kind: str, x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, batch_sizes: Tensor | None, gates: int, keep: int,
-    others: dict[str, tuple[Tensor | None, tuple[int, ...]]], chunked_by_keep: bool = True,
-) -> Sizes:  # fmt: skip
-    """Check the operands of a call against each other. Works on tensors without data."""
+    cell: str, gates: int, named: Mapping[str, Any], batch_sizes: Tensor | None, keep: int, chunked_by_keep: bool
+) -> Sizes:
+    """Check the operands of a call, by name, against each other. Works on tensors without data."""
+    kind = f"{cell}_forward"
+    x, h0 = named["x"], named["h0"]
     if x.dim() != (3 if batch_sizes is None else 2):
         wanted = "[T, B, input]" if batch_sizes is None else "[rows, input], packed"
-        raise OptionError(f"encore::{kind} takes an input {wanted}; got {tuple(x.shape)}")
+        raise OperandError(f"encore::{kind} takes an input {wanted}; got {tuple(x.shape)}")
     if h0.dim() != 2:
-        raise OptionError(f"encore::{kind} takes an initial state [B, hidden]; got {tuple(h0.shape)}")
+        raise OperandError(f"encore::{kind} takes an initial state [B, hidden]; got {tuple(h0.shape)}")
     if batch_sizes is not None and (
         batch_sizes.dim() != 1 or (batch_sizes.device.type != "cpu" and not _fake(batch_sizes))
     ):
-        raise OptionError("batch_sizes must be a one-dimensional tensor on the CPU, as PackedSequence has it")
+        raise OperandError("batch_sizes must be a one-dimensional tensor on the CPU, as PackedSequence has it")
     if x.dtype not in TYPES:
-        raise OptionError(f"recurrent layers compute in {', '.join(map(str, TYPES))}; got {x.dtype}: convert the input")
+        raise OperandError(
+            f"recurrent layers compute in {', '.join(map(str, TYPES))}; got {x.dtype}: convert the input"
+        )
     if keep < 0:
         raise OptionError(f"keep must be 0 (everything) or the number of steps between kept states; got {keep}")
     steps = x.shape[0] if batch_sizes is None else batch_sizes.shape[0]
     if steps == 0:
-        raise OptionError("a sequence must have at least one step; got an input without any")
+        raise OperandError("a sequence must have at least one step; got an input without any")
     batch, width = h0.shape
-    hidden = w_hh.shape[0] // gates
-    checks: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "w_ih": (w_ih, (gates * hidden, x.shape[-1])),
-        "w_hh": (w_hh, (gates * hidden, width)),
-        **others,
-    }
+    inputs, hidden = x.shape[-1], named["w_hh"].shape[0] // gates
     if batch_sizes is None and x.shape[1] != batch:
-        raise OptionError(f"the input has a batch of {x.shape[1]}, the initial state one of {batch}")
-    for name, (tensor, shape) in checks.items():
+        raise OperandError(f"the input has a batch of {x.shape[1]}, the initial state one of {batch}")
+    shapes: dict[str, tuple[int, ...]] = {
+        "w_ih": (gates * hidden, inputs),
+        "w_hh": (gates * hidden, width),
+        "h0": (batch, hidden if named.get("w_hr") is None else width),
+        "c0": (batch, hidden),
+        "b_ih": (gates * hidden,),
+        "b_hh": (gates * hidden,),
+        "w_hr": (width, hidden),
+    }
+    for name, shape in shapes.items():
+        tensor = named.get(name)
         if tensor is None:
             continue
         if tuple(tensor.shape) != shape:
-            raise OptionError(f"{name} of encore::{kind} must have the shape {shape}; got {tuple(tensor.shape)}")
+            raise OperandError(f"{name} of encore::{kind} must have the shape {shape}; got {tuple(tensor.shape)}")
         if tensor.dtype != x.dtype or tensor.device != x.device:
-            raise OptionError(
+            raise OperandError(
                 f"{name} is {tensor.dtype} on {tensor.device}, the input {x.dtype} on {x.device}: convert one of them"
             )
     rows = steps * batch if batch_sizes is None else x.shape[0]
-    in_place = x.dtype not in WIDE and x.is_contiguous()
-    a_chunk = chunk_steps(steps, batch, keep if chunked_by_keep else 0)
-    return Sizes(steps, batch, rows, x.shape[-1], hidden, width, x.dtype, keep, in_place, a_chunk)
+    if all(isinstance(size, int) for size in (inputs, hidden, steps, batch)):
+        layout = layout_of(cell, inputs, hidden, steps, batch, keep == 0, x.dtype, x.device.type)
+    else:  # sizes that stand for many: only shapes are asked for
+        layout = Layout("packed", LEAST_ROWS)
+    a_chunk = chunk_steps(steps, batch, keep if chunked_by_keep else 0, layout.rows)
+    lanes = layout.lanes if a_chunk < steps else 1
+    may_narrow = layout.weight == "packed" and named.get("w_hr") is None
+    narrow = layout.narrow and may_narrow and multiplies_narrow(x.dtype, x.device)
+    in_place = (narrow or x.dtype not in WIDE) and x.is_contiguous()
+    return Sizes(
+        steps, batch, rows, inputs, hidden, width, x.dtype, keep, in_place, a_chunk, layout.weight, lanes, narrow
+    )  # fmt: skip
 
 
 def _fake(tensor: Tensor) -> bool:
@@ -116,8 +167,19 @@ def _fake(tensor: Tensor) -> bool:
 
 
 def kernels_for(device: torch.device) -> ModuleType:
-    """The functions that run steps: compiled ones on the CPU, where they can be had."""
-    return _cpu_kernels() if device.type == "cpu" else plain
+    """The functions that run steps: compiled ones, where they can be had."""
+    if device.type == "cpu":
+        return _cpu_kernels()
+    if not has_gpu_kernels(device, "recurrent layers run in PyTorch's own operators"):
+        return plain
+    from encore.rnn import gpu  # imports Triton
+
+    return gpu
+
+
+def multiplies_narrow(dtype: torch.dtype, device: torch.device) -> bool:
+    """Can a narrow layout be had?"""
+    return device.type == "cpu" and kernels_for(device) is native and native.multiplies(dtype)
 
 
 @functools.cache
@@ -209,28 +271,55 @@ def added_biases(arena: Arena, b_ih: Tensor | None, b_hh: Tensor | None) -> Tens
     return into
 
 
-def accumulator(arena: Arena, name: str, result: Tensor) -> Tensor:
-    """Where a gradient is added up: the result itself, or the arena's buffer of that name in the compute type."""
-    buffer = arena.get(name)
-    return result if buffer is None else buffer
-
-
 def started(into: Tensor, with_: Tensor | None) -> Tensor:
     """A sum that starts with a tensor, or with zeros where there is none."""
     return into.zero_() if with_ is None else into.copy_(with_)
 
 
-def add_product(left: Tensor, right: Tensor, into: Tensor, first: bool) -> None:
-    """`into += left @ right`, or `into = left @ right` for the first of a sum: what lies there is not read then."""
-    if first:
-        torch.mm(left, right, out=into)
+def loaded_states(arena: Arena, h0: Tensor) -> Tensor:
+    """The two buffers that hold h in turns; rows that no step touches are right in either."""
+    states = arena["states"]
+    states[0].copy_(h0)
+    states[1].copy_(h0)
+    return states
+
+
+def recurrent_weight(
+    sizes: Sizes, arena: Arena, kernels: ModuleType, weight: Tensor, gates: int, *, transposed: bool
+) -> tuple[Tensor | None, StepProduct | None]:
+    """The weight packed for the kernels, or a product for the steps, whichever the layout asks for."""
+    buffer = arena.get("weight")
+    if not sizes.packs:
+        return None, step_product(sizes.weight, weight, transposed, sizes.batch, buffer)
+    assert buffer is not None
+    kernels.pack(weight, 1 if transposed else gates, transposed=transposed, out=buffer)
+    return buffer, None
+
+
+def parts_of(walk: Walk, chunk: Chunk, product: StepProduct | None) -> tuple[Chunk, ...]:
+    """What the kernels run at a time: all steps, or where a library multiplies, one after each product."""
+    return (chunk,) if product is None else walk.single_steps(chunk)
+
+
+def within(part: Chunk, chunk: Chunk) -> slice:
+    """The rows of a part, counted from the chunk's first."""
+    return slice(part.first - chunk.first, part.last - chunk.first)
+
+
+def add_product(sizes: Sizes, left: Tensor, right: Tensor, into: Tensor, first: bool) -> None:
+    """`into += left^T @ right`, or `into = left^T @ right` for the first of a sum: what lies there is not read then."""
+    if sizes.narrow:
+        native.multiply_columns(left, right, into, add=not first)
+    elif first:
+        torch.mm(left.t(), right, out=into)
     else:
-        into.addmm_(left, right)
+        into.addmm_(left.t(), right)
 
 
-def write_product(left: Tensor, right: Tensor, into: Tensor, buffer: Tensor | None) -> None:
-    """`into = left @ right`, by way of a buffer in the compute type where there is one."""
+def write_product(left: Tensor, product: StepProduct, into: Tensor, buffer: Tensor | None) -> None:
+    """Write a product, by way of a buffer in the compute type where there is one."""
     if buffer is None:
-        torch.mm(left, right, out=into)
+        product.write(left, into)
     else:
-        into.copy_(torch.mm(left, right, out=buffer[: left.shape[0]]))
+        product.write(left, buffer[: left.shape[0]])
+        into.copy_(buffer[: left.shape[0]])

@@ -13,15 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from encore.errors import OptionError
-from encore.rnn import elman, gru, lstm  # noqa: F401  (defines the operators)
-from encore.rnn.sequence import ROWS_A_CHUNK
-
-LEAN_STEPS = 8
-"""Steps between two kept cell states, at least: every eighth costs half a byte a unit and step."""
+from encore.errors import OperandError, OptionError
+from encore.rnn.stack import Layer, elman_layer, gru_layer, lstm_layer, run_layers
+from encore.rnn.tuning import lean_steps, left_to_torch
 
 
 def checked_stash(stash: str | int) -> str | int:
@@ -51,13 +47,12 @@ class _Layers(_Stashing):
     dropout: float
     training: bool
     bias: bool
+    hidden_size: int
     proj_size: int
 
     @abc.abstractmethod
-    def _direction(
-        self, given: Sequence[Any], weights: Sequence[Tensor | None], batch_sizes: Tensor | None, reverse: bool
-    ) -> tuple[Tensor, ...]:
-        """One layer in one direction, given input and states: the output and the last states."""
+    def _layer(self, batch: int) -> Layer:
+        """One layer in one direction, for a batch of that size."""
 
     def _kept(self, batch: int) -> int:
         """The operators' `keep`. Where no gradient will be asked for, nothing is kept."""
@@ -65,7 +60,7 @@ class _Layers(_Stashing):
             return 0
         if isinstance(self.stash, int):
             return self.stash
-        return max(LEAN_STEPS, -(-ROWS_A_CHUNK // max(batch, 1)))
+        return lean_steps(batch, self.hidden_size)
 
     def _weights(self, layer: int, direction: int) -> list[Tensor | None]:
         """Input weight, recurrent weight, their biases, and the projection."""
@@ -76,22 +71,14 @@ class _Layers(_Stashing):
     def _run(
         self, x: Tensor, states: Sequence[Tensor], batch_sizes: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-        """All layers on a time-major or packed input; states are `[layers * directions, batch, width]`."""
+        """All layers on a time-major or packed input."""
         directions = 2 if self.bidirectional else 1
-        last: list[tuple[Tensor, ...]] = []
-        for layer in range(self.num_layers):
-            outputs = []
-            for direction in range(directions):
-                number = layer * directions + direction
-                count = len(states) + 1
-                operands = autocast([x, *(state[number] for state in states), *self._weights(layer, direction)])
-                output, *ended = self._direction(operands[:count], operands[count:], batch_sizes, direction == 1)
-                outputs.append(output)
-                last.append(tuple(ended))
-            x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-            if self.dropout and self.training and layer + 1 < self.num_layers:
-                x = F.dropout(x, self.dropout, True)
-        return x, tuple(torch.stack(kind) for kind in zip(*last, strict=True))
+        weights = [self._weights(layer, way) for layer in range(self.num_layers) for way in range(directions)]
+        x, *states = autocast([x, *states])  # type: ignore[assignment, list-item]
+        return run_layers(
+            self._layer(states[0].shape[1]), x, states, [autocast(each) for each in weights], batch_sizes,
+            directions=directions, dropout=self.dropout if self.training else 0.0,
+        )  # fmt: skip
 
 
 class _Recurrent(_Layers):
@@ -121,12 +108,15 @@ class _Recurrent(_Layers):
         if hx is None:
             hx = self._zero_states(data, batch_sizes)
         self._check_states(hx)
-        self.check_forward_args(data, hx, batch_sizes)
-        states = hx if self.STATES > 1 else (hx,)
+        try:
+            self.check_forward_args(data, hx, batch_sizes)
+        except ValueError as wrong:  # an LSTM does not look here at packed ones: it has a product raise a RuntimeError
+            raise OperandError(str(wrong)) from None
+        states = self._states(hx)
         if not packed and self.batch_first:
             data = data.transpose(0, 1)
         if data.shape[0] == 0:
-            raise OptionError("a sequence must have at least one step; got an input without any")
+            raise OperandError("a sequence must have at least one step; got an input without any")
         output, last = self._run(data, states, batch_sizes)
         if packed:
             result = PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices)
@@ -144,10 +134,13 @@ class _Recurrent(_Layers):
         h = data.new_zeros((count, batch, width))
         return h if self.STATES == 1 else (h, data.new_zeros((count, batch, self.hidden_size)))
 
+    def _states(self, hx: Any) -> tuple[Tensor, ...]:
+        return (hx[0], hx[1]) if self.STATES > 1 else (hx,)
+
     def _batched_states(self, hx: Any) -> Any:
         if hx is None:
             return None
-        states = hx if self.STATES > 1 else (hx,)
+        states = self._states(hx)
         if any(state.dim() != 2 for state in states):
             shapes = ", ".join(f"{state.dim()}-D" for state in states)
             raise RuntimeError(f"For unbatched 2-D input, hx should also be 2-D but got {shapes} tensor")
@@ -158,7 +151,7 @@ class _Recurrent(_Layers):
         return nn.RNNBase.extra_repr(self) + _stash_text(self.stash)
 
     def _check_states(self, hx: Any) -> None:
-        states = hx if self.STATES > 1 else (hx,)
+        states = self._states(hx)
         if any(state.dim() != 3 for state in states):
             shapes = ", ".join(f"{state.dim()}-D" for state in states)
             raise RuntimeError(f"For batched 3-D input, hx should also be 3-D but got {shapes} tensor")
@@ -173,53 +166,66 @@ class _OneState(_Recurrent):
 
 
 class LSTM(_Recurrent, nn.LSTM):
-    """`torch.nn.LSTM` that keeps what it is told to."""
+    """`torch.nn.LSTM` that keeps what it is told to. Small ones that keep everything are `torch.nn`'s own."""
 
     STATES = 2
 
     def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
+        if self._left_to_torch(input):
+            return nn.LSTM.forward(self, input, hx)
         return self._checked_forward(input, hx)
 
-    def _direction(
-        self, given: Sequence[Any], weights: Sequence[Tensor | None], batch_sizes: Tensor | None, reverse: bool
-    ) -> tuple[Tensor, ...]:
-        keep = self._kept(given[1].shape[0])
-        return torch.ops.encore.lstm_forward(*given, *weights, batch_sizes, reverse, keep)[:3]
+    def _left_to_torch(self, input: Any) -> bool:
+        """Is `torch.nn`'s layer faster here (`tuning.py`)? Never asked of a call that is being traced."""
+        if self.stash != "fast" or type(input) is not Tensor or input.dim() != 3 or torch.compiler.is_compiling():
+            return False
+        if self.proj_size or torch.is_autocast_enabled(input.device.type):
+            return False
+        steps, batch = input.shape[:2][:: -1 if self.batch_first else 1]
+        facts = (self.hidden_size, steps, batch, input.dtype, input.device.type)
+        return left_to_torch("lstm", self.input_size, *facts)
+
+    def _layer(self, batch: int) -> Layer:
+        return lstm_layer(self._kept(batch))
 
 
 class GRU(_OneState, nn.GRU):
     """`torch.nn.GRU` that keeps what it is told to."""
 
-    def _direction(
-        self, given: Sequence[Any], weights: Sequence[Tensor | None], batch_sizes: Tensor | None, reverse: bool
-    ) -> tuple[Tensor, ...]:
-        keep = self._kept(given[1].shape[0])
-        return torch.ops.encore.gru_forward(*given, *weights[:4], batch_sizes, reverse, keep)[:2]
+    def _layer(self, batch: int) -> Layer:
+        return gru_layer(self._kept(batch))
 
 
 class RNN(_OneState, nn.RNN):
     """`torch.nn.RNN`, tanh or ReLU. Its output is all that backward needs, so that every `stash` is the same."""
 
-    def _direction(
-        self, given: Sequence[Any], weights: Sequence[Tensor | None], batch_sizes: Tensor | None, reverse: bool
-    ) -> tuple[Tensor, ...]:
-        relu = self.mode == "RNN_RELU"
-        return torch.ops.encore.elman_forward(*given, *weights[:4], batch_sizes, reverse, relu)
+    def _layer(self, batch: int) -> Layer:
+        return elman_layer(self.mode == "RNN_RELU")
 
 
 class _Cell(_Stashing):
-    """`forward` of the modules that do one step."""
+    """`forward` of the modules that do one step.
+
+    `"fast"` is `torch.nn`'s own step: over one step there is nothing to batch, and an operator in Python around it
+    would take longer than the step of a small cell. What it keeps, 20 bytes a unit for an LSTM, is no more than
+    Encore's.
+    """
 
     STATES: ClassVar[int] = 1
 
     def _step(self: Any, input: Tensor, hx: Any) -> tuple[Tensor, ...]:
         if input.dim() not in (1, 2):
             raise ValueError(f"{type(self).__name__}: Expected input to be 1D or 2D, got {input.dim()}D instead")
+        if self.STATES > 1 and isinstance(hx, Tensor):
+            raise TypeError(f"{type(self).__name__}: Expected hx to be a tuple of tensors, got one tensor")
         states = None if hx is None else (hx if self.STATES > 1 else (hx,))
         for state in states or ():
             if state.dim() != input.dim():
-                kind = type(self).__name__
-                raise ValueError(f"{kind}: Expected hx to be {input.dim()}D like the input, got {state.dim()}D instead")
+                told = f"Expected hx to be {input.dim()}D like the input, got {state.dim()}D instead"
+                raise OperandError(f"{type(self).__name__}: {told}")
+        if self.stash == "fast" and self._fits(input):
+            found = super().forward(input, hx)  # type: ignore[misc]  # torch.nn's, by the order of bases
+            return found if isinstance(found, tuple) else (found,)
         rows = input if input.dim() == 2 else input.unsqueeze(0)
         if states is None:
             states = (rows.new_zeros((rows.shape[0], self.hidden_size)),) * self.STATES
@@ -229,6 +235,10 @@ class _Cell(_Stashing):
         tensors = [rows.unsqueeze(0), *states, *(getattr(self, name) for name in names)]
         ended = self._operator(*autocast(tensors))
         return ended if input.dim() == 2 else tuple(state.squeeze(0) for state in ended)
+
+    def _fits(self: Any, input: Tensor) -> bool:
+        """Would `torch.nn` compute the same? Under autocast it stays in float32; a wrong width is named below."""
+        return input.shape[-1] == self.input_size and not torch.is_autocast_enabled(input.device.type)
 
     def _keep(self: Any) -> int:
         return 0 if self.stash == "fast" and torch.is_grad_enabled() else 1

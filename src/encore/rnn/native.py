@@ -18,9 +18,6 @@ from encore.rnn.sequence import Chunk
 
 SUFFIX = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
 VECTOR_BYTES = {"AVX512": 64, "AVX2": 32, "DEFAULT": 32, "NEON": 16, "SVE128": 16, "SVE256": 32}
-UNIT_VECTORS = {4: 1, 3: 1, 1: 4}
-"""Gates -> vectors of units in a panel of the packed weight."""
-
 INT, POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -70,7 +67,8 @@ class GruRebuild(ctypes.Structure):
 
 
 def vector_lanes(dtype: torch.dtype) -> int:
-    """Numbers of this type in a vector register, as the C++ file is compiled for."""
+    """Sums of such numbers in a vector register, as the C++ file is compiled for: those of narrow ones are float32."""
+    dtype = torch.float32 if dtype == torch.bfloat16 else dtype
     return VECTOR_BYTES.get(torch.backends.cpu.get_cpu_capability(), 32) // dtype.itemsize
 
 
@@ -86,15 +84,23 @@ def recurrent_library() -> ctypes.CDLL:
     return loaded
 
 
+def multiplies(dtype: torch.dtype) -> bool:
+    """Do the steps read operands of this narrow type as they are? They do where the processor multiplies them."""
+    try:
+        return dtype == torch.bfloat16 and hasattr(recurrent_library(), "multiply_rows_bf16")
+    except BuildError:
+        return False
+
+
 def temporary_bytes(batch: int, hidden: int, dtype: torch.dtype) -> int:
     """Nothing is allocated here: every buffer is the caller's."""
     return 0
 
 
 def packed_numel(gates: int, units: int, depth: int, dtype: torch.dtype) -> int:
-    """The size of a packed weight: units are padded to whole panels."""
-    panel = UNIT_VECTORS[gates] * vector_lanes(dtype)
-    return -(-units // panel) * panel * gates * depth
+    """The size of a packed weight: units are padded to whole vectors, narrow numbers to pairs."""
+    lanes = vector_lanes(dtype)
+    return -(-units // lanes) * lanes * gates * (depth + depth % 2 if dtype == torch.bfloat16 else depth)
 
 
 def pack(weight: Tensor, gates: int, *, transposed: bool, out: Tensor) -> None:
@@ -115,6 +121,24 @@ def add_column_sums(matrix: Tensor, sums: Tensor) -> None:
     )  # fmt: skip
 
 
+def multiply_rows(left: Tensor, packed: Tensor, into: Tensor, *, add: bool) -> None:
+    """`into = left @ weight`, or added to it: narrow numbers times a weight packed as one gate."""
+    _function("multiply_rows", left.dtype, operand=into.dtype)(
+        POINTER(left.data_ptr()), INT(left.stride(0)), INT(left.shape[0]), POINTER(packed.data_ptr()),
+        INT(into.shape[1]), INT(left.shape[1]), POINTER(into.data_ptr()), INT(into.stride(0)), INT(add),
+        INT(torch.get_num_threads()),
+    )  # fmt: skip
+
+
+def multiply_columns(left: Tensor, right: Tensor, into: Tensor, *, add: bool) -> None:
+    """`into = left^T @ right`, or added to it: sums of narrow numbers, in float32."""
+    _function("multiply_columns", left.dtype)(
+        POINTER(left.data_ptr()), INT(left.stride(0)), POINTER(right.data_ptr()), INT(right.stride(0)),
+        INT(left.shape[0]), INT(left.shape[1]), INT(right.shape[1]), POINTER(into.data_ptr()), INT(add),
+        INT(torch.get_num_threads()),
+    )  # fmt: skip
+
+
 def lstm_forward(
     chunk: Chunk, inputs: Tensor, bias: Tensor, weight: Tensor | None, projection: Tensor | None, before: Tensor,
     after: Tensor, cell: Tensor, raw: Tensor | None, output: Tensor, gates: Tensor | None, cells: Tensor | None,
@@ -127,7 +151,7 @@ def lstm_forward(
         _steps(chunk), cell.shape[1], output.shape[1], *_addresses(inputs, bias, weight, projection, before, after),
         *_addresses(cell, raw, output, gates, cells),
     )  # fmt: skip
-    _function("lstm_forward", output.dtype)(ctypes.byref(call))
+    _function("lstm_forward", output.dtype, operand=before.dtype)(ctypes.byref(call))
 
 
 def lstm_rebuild(
@@ -158,7 +182,7 @@ def lstm_backward(
         ctypes.addressof(grad_rows), grad_stride, *_addresses(gates, cells), entering,
         *_addresses(grad_gates, grad_state, grad_cell, grad_projected),
     )  # fmt: skip
-    _function("lstm_backward", dtype, kept=gates.dtype)(ctypes.byref(call))
+    _function("lstm_backward", dtype, kept=gates.dtype, operand=grad_gates.dtype)(ctypes.byref(call))
 
 
 def gru_forward(
@@ -168,7 +192,7 @@ def gru_forward(
     call = GruForward(
         _steps(chunk), output.shape[1], *_addresses(inputs, bias, weight, before, after, output, gates)
     )  # fmt: skip
-    _function("gru_forward", output.dtype)(ctypes.byref(call))
+    _function("gru_forward", output.dtype, operand=before.dtype)(ctypes.byref(call))
 
 
 def gru_rebuild(bias: Tensor, gates: Tensor) -> None:
@@ -187,7 +211,7 @@ def gru_backward(
         _steps(chunk), grad_state.shape[1], *_addresses(weight, grad_output), ctypes.addressof(grad_rows), grad_stride,
         *_addresses(gates, previous, grad_gates, grad_state),
     )  # fmt: skip
-    _function("gru_backward", dtype, kept=gates.dtype)(ctypes.byref(call))
+    _function("gru_backward", dtype, kept=gates.dtype, operand=grad_gates.dtype)(ctypes.byref(call))
 
 
 def elman_forward(
@@ -197,7 +221,7 @@ def elman_forward(
     call = ElmanForward(
         _steps(chunk), output.shape[1], relu, *_addresses(inputs, bias, weight, before, after, output)
     )  # fmt: skip
-    _function("elman_forward", output.dtype)(ctypes.byref(call))
+    _function("elman_forward", output.dtype, operand=before.dtype)(ctypes.byref(call))
 
 
 def elman_backward(
@@ -209,12 +233,16 @@ def elman_backward(
         _steps(chunk), grad_state.shape[1], relu, *_addresses(weight, grad_output), ctypes.addressof(grad_rows),
         grad_stride, *_addresses(output, grad_gates, grad_state),
     )  # fmt: skip
-    _function("elman_backward", output.dtype)(ctypes.byref(call))
+    _function("elman_backward", output.dtype, operand=grad_gates.dtype)(ctypes.byref(call))
 
 
-def _function(name: str, dtype: torch.dtype, kept: torch.dtype | None = None) -> Any:
+def _function(
+    name: str, dtype: torch.dtype, kept: torch.dtype | None = None, operand: torch.dtype | None = None
+) -> Any:  # fmt: skip
+    """The function for sequences of this type; `kept` is that of gates, `operand` that of what products read."""
     wide = "wide_" if kept is not None and kept != dtype else ""
-    function = getattr(recurrent_library(), f"{name}_{wide}{SUFFIX[dtype]}")
+    narrow = "narrow_" if operand == torch.bfloat16 else ""
+    function = getattr(recurrent_library(), f"{name}_{wide}{narrow}{SUFFIX[dtype]}")
     function.restype = None
     return function
 

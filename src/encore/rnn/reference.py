@@ -1,4 +1,4 @@
-"""The recurrent layers once more, step by step in differentiable operators: what a second derivative goes through.
+"""Recurrent layers and attention once more, in differentiable operators: what second derivatives go through.
 
 Slow and large, and obviously right. The first derivative is the operators' own.
 """
@@ -57,6 +57,33 @@ def elman(
         outputs[time] = total.relu() if relu else total.tanh()
         h = torch.cat((outputs[time], h[active:]))
     return _joined(outputs, batch_sizes), h
+
+
+def additive_scores(
+    eps: float | None, query: Tensor, keys: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, _: Tensor | None = None,
+) -> tuple[Tensor]:  # fmt: skip
+    """The scores of every query and key, by way of the whole middle `[B, Tq, Tk, H]`."""
+    middle = query.unsqueeze(2) + keys.unsqueeze(1)
+    if bias is not None:
+        middle = middle + bias
+    if eps is not None:
+        middle = F.layer_norm(middle, middle.shape[-1:], norm_weight, norm_bias, eps)
+    return (torch.tanh(middle) @ weight,)
+
+
+def dot_attention(
+    added: Sequence[Tensor], hidden: Sequence[Tensor], fills: Sequence[float], scale: float, kept: Tensor | None,
+    factor: float, query: Tensor, keys: Tensor, values: Tensor, _: Tensor | None = None,
+) -> tuple[Tensor]:  # fmt: skip
+    """Attention to values by `query @ keys`, by way of all scores."""
+    scores = query @ keys * scale
+    for mask in added:
+        scores = scores + mask
+    for mask, fill in zip(hidden, fills, strict=True):
+        scores = scores.masked_fill(mask, fill)
+    weights = scores.softmax(-1)
+    return ((weights if kept is None else weights * (kept * factor)) @ values,)
 
 
 def _steps(x: Tensor, batch_sizes: Tensor | None, reverse: bool) -> Iterator[tuple[int, int, Tensor]]:

@@ -11,16 +11,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from encore.errors import OptionError
-
-ROWS_A_CHUNK = 512
-"""Rows from which a matrix product runs at full speed; more would only take more memory aside."""
+from encore.errors import OperandError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +63,14 @@ class Walk:
     kept: int
     """Rows of the states that enter its chunks, the first one aside."""
 
+    def single_steps(self, chunk: Chunk) -> tuple[Chunk, ...]:
+        """The steps of a chunk as chunks of their own."""
+        if len(chunk.times) == 1:
+            return (chunk,)
+        first = chunk.times[0]
+        begin = self.steps - 1 - first if self.reverse else first
+        return _single_steps(self.active, self.reverse, self.batch)[begin : begin + len(chunk.times)]
+
     def before(self, time: int) -> int:
         """The step that the walk did before this one; -1 for the first."""
         if self.reverse:
@@ -72,9 +78,9 @@ class Walk:
         return time - 1
 
 
-def chunk_steps(steps: int, batch: int, keep: int = 0) -> int:
-    """How many steps a chunk has: those between two kept states, or as many as a large product wants."""
-    wanted = keep or -(-ROWS_A_CHUNK // max(batch, 1))
+def chunk_steps(steps: int, batch: int, keep: int, rows: int) -> int:
+    """How many steps a chunk has: those between two kept states, or as many as `rows` take."""
+    wanted = keep or -(-rows // max(batch, 1))
     return max(1, min(wanted, steps))
 
 
@@ -92,10 +98,17 @@ def dense_walk(steps: int, batch: int, reverse: bool, a_chunk: int) -> Walk:
     return _walk((batch,) * steps, reverse, a_chunk, batch)
 
 
+def can_walk(sizes: Sequence[int], batch: int, rows: int) -> bool:
+    """Do these sizes fall from the batch to no less than one, and add up to the rows?"""
+    if not sizes or sum(sizes) != rows or sizes[0] != batch or sizes[-1] < 1:
+        return False
+    return all(before >= after for before, after in itertools.pairwise(sizes))
+
+
 def packed_walk(batch_sizes: Tensor, reverse: bool, a_chunk: int, batch: int, rows: int) -> Walk:
     sizes = tuple(batch_sizes.tolist())
-    if sum(sizes) != rows or sizes[0] != batch or sizes[-1] < 1 or any(a < b for a, b in itertools.pairwise(sizes)):
-        raise OptionError(
+    if not can_walk(sizes, batch, rows):
+        raise OperandError(
             f"batch_sizes must fall from the batch of the initial state ({batch}) and add up to the {rows} rows of the "
             f"input, as pack_padded_sequence makes them; got {sizes[:8]}{'...' if len(sizes) > 8 else ''}"
         )
@@ -129,6 +142,11 @@ def _walk(active: tuple[int, ...], reverse: bool, a_chunk: int, batch: int) -> W
         )
         kept += active[times[0]] if begin else 0
     return Walk(steps, batch, starts[-1], reverse, tuple(chunks), active, tuple(starts[:-1]), kept)
+
+
+@functools.lru_cache(maxsize=16)
+def _single_steps(active: tuple[int, ...], reverse: bool, batch: int) -> tuple[Chunk, ...]:
+    return _walk(active, reverse, 1, batch).chunks
 
 
 def previous_rows(walk: Walk, chunk: Chunk) -> list[tuple[int, int, int]]:
