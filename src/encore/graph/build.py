@@ -13,6 +13,7 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from encore.graph.values import Graph, Op, Ref, Role, Storage, Value, block_byte
 aten = torch.ops.aten
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
+OWN_MODULES = str(Path(__file__).parents[1] / "rnn")
+"""Where `encore.nn`'s modules are: their lines say nothing to a user."""
 MODULE_ROOT = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?(?:__self__\.?)?")
 MODULE_ENTRY = re.compile(r"_modules\[['\"]([^'\"]+)['\"]\]")
 EMPTY_CONSTRUCTORS = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided)
@@ -412,6 +415,7 @@ def _offset(tensor: torch.Tensor) -> int:
 def _source_line(stack_trace: str | None) -> str:
     """The user's innermost line: `file.py:12`."""
     frames = FRAME.findall(stack_trace or "")
+    frames = [frame for frame in frames if not frame[0].startswith(OWN_MODULES)] or frames
     if not frames:
         return ""
     path, line = frames[-1]

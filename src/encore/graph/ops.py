@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 import encore.graph.random_ops  # noqa: F401 - registers encore::*
+from encore.graph.sized_ops import SIZED
+from encore.rnn.scores import additive_scores_backward_
 
 aten = torch.ops.aten
 
@@ -51,6 +53,8 @@ HEAVY_PACKETS = frozenset({
     "_flash_attention_forward", "_flash_attention_backward",
     "_efficient_attention_forward", "_efficient_attention_backward",
     "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn",
+    "lstm_forward", "lstm_backward", "gru_forward", "gru_backward", "elman_forward", "elman_backward",
+    "additive_scores", "additive_scores_backward", "dot_attention", "dot_attention_backward",
     "_thnn_fused_lstm_cell", "_cdist_forward", "_cdist_backward", "_fft_r2c", "_fft_c2r", "_fft_c2c",
     "linalg_solve_ex", "linalg_inv_ex", "_linalg_svd", "_linalg_eigh", "linalg_qr", "linalg_lu_factor_ex",
 })  # fmt: skip
@@ -78,7 +82,8 @@ CHEAP_PACKETS = frozenset({
     # pooling
     "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward",
     "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d", "adaptive_max_pool2d_backward",
-    "avg_pool1d",
+    "avg_pool1d", "max_pool3d_with_indices", "max_pool3d_with_indices_backward", "avg_pool3d", "avg_pool3d_backward",
+    "adaptive_max_pool3d", "adaptive_max_pool3d_backward",
     # losses, dropout's backward, and pointwise operators that carry no tag
     "nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward", "mse_loss",
     "mse_loss_backward", "smooth_l1_loss", "smooth_l1_loss_backward", "huber_loss", "huber_loss_backward",
@@ -109,7 +114,22 @@ DRAWS_BY_SHAPE = frozenset({
 """Draws whose numbers depend on nothing but the generator and a shape. Others (a Poisson draw around a tensor) would
 come out differently if an operand did in its last bit, so they are not repeated."""
 
+CODEC_PACKETS = frozenset({
+    "encode_bits", "encode_sign", "encode_inside", "decode_bits", "masked_by_bits", "dropout_by_bits",
+    "max_pool_map", "max_pool_map_backward", "encode_sparse", "decode_sparse", "encode_integers", "decode_integers",
+    "encode_floats", "decode_floats", "encode_planes", "decode_planes",
+})  # fmt: skip
+"""Encore's own: encodings, and operators that read codes. As cheap as a copy, and never part of a kernel."""
+
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem"})
+
+
+@cache
+def is_codec(target: Any) -> bool:
+    """Is it one of Encore's operators that make codes or read them?"""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "encore":
+        return False
+    return target.overloadpacket.__name__ in CODEC_PACKETS
 
 
 @cache
@@ -121,15 +141,19 @@ def classify(target: Any) -> OpClass:
         return OpClass.OPAQUE
     if target.namespace in COLLECTIVE_NAMESPACES:
         return OpClass.COLLECTIVE
+    if target in SIZED.values():
+        return OpClass.CHEAP
     if target.overloadpacket.__name__ in DRAWS_NOTHING:
         return OpClass.HEAVY
     if torch.Tag.nondeterministic_seeded in target.tags:
         return OpClass.RANDOM
     if target._schema.is_mutable:
         return OpClass.MUTATING
-    if target.namespace not in ("aten", "prims"):
-        return OpClass.OPAQUE
     packet = target.overloadpacket.__name__
+    if is_codec(target):
+        return OpClass.CHEAP
+    if target.namespace not in ("aten", "prims", "encore"):
+        return OpClass.OPAQUE
     if packet in VIEW_PACKETS or target.is_view:
         return OpClass.VIEW
     if packet in HEAVY_PACKETS:
@@ -151,6 +175,8 @@ NOT_FUSED = frozenset({
     # windows: PyTorch's own kernels are as fast
     "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward", "avg_pool1d",
     "adaptive_max_pool2d", "adaptive_max_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward",
+    "max_pool3d_with_indices", "max_pool3d_with_indices_backward", "avg_pool3d", "avg_pool3d_backward",
+    "adaptive_max_pool3d", "adaptive_max_pool3d_backward",
     "upsample_nearest2d", "upsample_nearest2d_backward", "upsample_bilinear2d", "upsample_bilinear2d_backward",
     # memory that is not written
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided",
@@ -163,7 +189,7 @@ def is_fusible(target: Any) -> bool:
     """May this operator become part of a kernel?"""
     if classify(target) is not OpClass.CHEAP:
         return False
-    return target.overloadpacket.__name__ not in NOT_FUSED
+    return target.namespace != "encore" and target.overloadpacket.__name__ not in NOT_FUSED
 
 
 @cache
@@ -198,6 +224,11 @@ def _out_variants() -> dict[Any, Any]:
         "hardtanh_backward.default": "hardtanh_backward.grad_input",
         "leaky_relu_backward.default": "leaky_relu_backward.grad_input",
         "elu_backward.default": "elu_backward.grad_input",
+        "clamp_min.default": "clamp_min.out", "clamp_max.default": "clamp_max.out",
+        "threshold.default": "threshold.out", "hardswish.default": "hardswish.out",
+        "hardsigmoid.default": "hardsigmoid.out", "mish.default": "mish.out", "softplus.default": "softplus.out",
+        "hardsigmoid_backward.default": "hardsigmoid_backward.grad_input",
+        "softplus_backward.default": "softplus_backward.grad_input",
     }  # fmt: skip
     return {_overload(functional): _overload(out) for functional, out in pairs.items()}
 
@@ -253,5 +284,7 @@ WRITES_FIRST: dict[Any, Callable[..., Any]] = {
     aten.scatter_add.default: aten.scatter_add_.default,
     aten.fill.Scalar: aten.fill_.Scalar,
     aten.fill.Tensor: aten.fill_.Tensor,
+    torch.ops.encore.additive_scores_backward.default: additive_scores_backward_,
 }
-"""Functional forms of in-place operators -> what writes into the first operand when that operand dies there."""
+"""Functional forms of in-place operators -> what writes into the first operand when that operand dies there.
+Of several results, the first one is what lies there then."""

@@ -1,9 +1,10 @@
-"""Graph -> graph: the same step with fewer, larger or better laid out matrix products and convolutions.
+"""Graph -> graph: the same step with less to keep for backward, and with better matrix products and convolutions.
 
 Each pass is one module with one function, named as in `PASSES`, that takes a graph and returns another (or the same
-one, where it finds nothing). Sums come out in another order, so results differ from eager's in the last bits: only the
-fused lowering runs them. Whether a pass pays is measured; what it does to the peak is simulated, and a pass that would
-raise it is not applied.
+one, where it finds nothing). Passes that keep less (`EXACT`) change no bit and run in both lowerings. Those that change
+products sum up in another order, so results differ from eager's in the last bits: only the fused lowering runs them.
+Whether such a pass pays is measured; what any of them does to the peak is simulated, and a pass that would raise it is
+not applied.
 """
 
 from encore.rewrite.heads import find_heads

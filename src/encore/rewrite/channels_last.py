@@ -4,8 +4,8 @@ On CPU oneDNN computes in blocked layouts. A feature map stored with channels la
 without being reordered; one stored with channels first (NCHW) does not. Every two-dimensional convolution is given its
 input with channels last: that costs a copy at the first of them, while the others find theirs so already, since
 normalisations, activations and additions keep a layout. How layouts spread is found out by running the graph on
-tensors without memory. What leaves the graph, and a view that asks for channels first, get a copy in the old layout; a
-draw must not see its operand change, or it would fill it in another order.
+tensors without memory. What leaves the graph, and a view that asks for channels first, get a copy in the old layout; so
+does a draw, which would fill another layout in another order.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from encore.graph import Graph, Op, OpClass, Value
+from encore.graph.sized_ops import SIZE, SIZED, STRIDE
 from encore.graph.values import Ref, is_contiguous, map_refs
 from encore.rewrite.edit import Editor
 from encore.rewrite.judge import ConvolutionShape, Judge
@@ -61,9 +62,18 @@ class _Spreading:
         for op in list(self.graph.ops):
             for position in MAPS.get(op.target, ()):
                 self._lay_out(op, op.args[position].value, torch.channels_last)
+            if op.target in SIZED.values():
+                self._follow(op)
             self._spread(op)
         self._put_back()
         return self.editor.finish()
+
+    def _follow(self, op: Op) -> None:
+        """A gradient that was told its strides is laid out as what it is made of: positions, or else a gradient."""
+        *_, source = op.reads
+        shape = tuple(op.args[SIZE])
+        if len(shape) == 4 and self._changed(source):
+            op.args = (*op.args[:STRIDE], list(channels_last_strides(shape)), *op.args[STRIDE + 1 :])
 
     def _spread(self, op: Op) -> None:
         results = self._call(op)
@@ -87,8 +97,8 @@ class _Spreading:
                 made = op.target(*args, **kwargs)
             return list(made) if op.returns_tuple else [made]
 
-        if op.kind is OpClass.RANDOM and any(self._changed(value) for value in op.reads):
-            raise _StandsAgainstError
+        if op.kind is OpClass.RANDOM:
+            self._as_before(op)
         try:
             return run()
         except (RuntimeError, ValueError) as error:
@@ -100,6 +110,14 @@ class _Spreading:
             return run()
         except (RuntimeError, ValueError) as error:
             raise _StandsAgainstError from error
+
+    def _as_before(self, op: Op) -> None:
+        """Let an operator see operands laid out as they were."""
+        for value in op.reads:
+            if self._changed(value):
+                if not is_contiguous(self.editor.original.values[value]):
+                    raise _StandsAgainstError
+                self._lay_out(op, value, torch.contiguous_format)
 
     def _changed(self, value: int) -> bool:
         return bool(self.graph.values[value].stride != self.editor.original.values[value].stride)

@@ -75,6 +75,11 @@ class Editor:
         self._place[op.id] = (place - 0.5, op.id)
         return op
 
+    def place_after(self, op: Op, others: Iterable[Op]) -> None:
+        """Have an operator of the graph run right after the last of some others."""
+        self._place[op.id] = (max(self.place_of(other)[0] for other in others), op.id)
+        self.changed = True
+
     def place_of(self, op: Op) -> tuple[float, int]:
         return self._place.get(op.id, (float(op.id), -1))
 
@@ -114,6 +119,24 @@ class Editor:
             self.graph.values[number].offset += offset
         self.graph.storages[new].values += moved
         self.graph.storages[old].values = []
+
+    def viewed(self, beside: Op, number: int, shape: Sequence[int]) -> Ref:
+        """A value in another shape, which its strides must allow."""
+        value = self.graph.values[number]
+        if value.shape == tuple(shape):
+            return Ref(number)
+        strides = view_strides(value, shape)
+        assert strides is not None, "a value that was found to fit cannot be viewed"
+        name = f"{value.name}_{math.prod(shape[:-1])}_rows"
+        op = self.op_after(beside, name, torch.ops.aten.view.default, (Ref(number), list(shape)))
+        return Ref(self.view_result(op, number, shape, strides, 0))
+
+    def become(self, op: Op, value: int, made: int) -> None:
+        """Have a value of the graph be a view of what an operator made."""
+        shape, name = list(self.graph.values[value].shape), self.graph.values[value].name
+        view = self.op_after(op, f"{name}_of_{op.name}", torch.ops.aten.view.default, (Ref(made), shape))
+        self.move_into(value, made, 0)
+        self.adopt(view, value)
 
     def remove(self, op: Op) -> None:
         self._removed.add(op.id)
@@ -226,3 +249,11 @@ class Editor:
         self.graph.storages[storage].values.append(value.id)
         op.writes = (*op.writes, value.id)
         return value.id
+
+
+def view_strides(value: Value, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Strides of a value under another shape; None where only a copy could have it."""
+    try:
+        return torch.empty_strided(value.shape, value.stride, device="meta").view(tuple(shape)).stride()
+    except (RuntimeError, ValueError):  # the latter while tracing
+        return None

@@ -6,6 +6,7 @@ with few rows gain from every rewrite, those with many from none.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,9 @@ import torch
 from encore.cost.allocator import profiler_is_running
 from encore.cost.cache import machine_cache
 from encore.graph import Graph
+from encore.rewrite.attentions import Attention
 from encore.rewrite.matmuls import Product, device_of
+from encore.rewrite.scorings import Scoring
 
 ROUNDS = 7
 WORTH_IT = 0.95
@@ -26,8 +29,17 @@ SPEAKERS = 4
 """Convolutions that are timed to stand for all of a model."""
 SAMPLE = 8
 """Products of a long loop that are timed to stand for all."""
+LARGE_MIDDLE = 1 << 15
+"""Numbers from which on attention scores gain from an operator of their own."""
+LONG = 256
+"""Keys from which on attention is faster some heads at a time: scores of all do not stay in a cache."""
+AS_FAST = 1.0
+"""What saves memory must not cost time."""
 REWRITE, CHANNELS_LAST = "rewrite ", "channels last "
 """How the keys begin under which this machine's judgements are kept."""
+
+Sides = tuple[Callable[[], None], Callable[[], None]]
+"""As it is, and as a pass would have it."""
 
 
 def judgements() -> dict[str, float]:
@@ -63,8 +75,10 @@ class ConvolutionShape:
 class Judge:
     """Compares products as they are with products as a pass would have them."""
 
-    def __init__(self, *, run: bool) -> None:
+    def __init__(self, *, run: bool, exact: bool = False) -> None:
         self.run = run and not profiler_is_running()
+        self.exact = exact
+        """Are the very bits of eager asked for?"""
         self.cache = machine_cache()
 
     def transposed_pays(self, graph: Graph, readers: Sequence[Product]) -> bool:
@@ -131,6 +145,30 @@ class Judge:
         widths = [graph.values[sibling.right].shape[1] for sibling in siblings]
         return self._pays(f"merge {uses} {widths}", graph, siblings[0], before, after)
 
+    def scoring_pays(self, found: Scoring, dtype: torch.dtype) -> bool:
+        """Hold queries against keys in one operator? The other side is what fused kernels would have to do at least:
+        write the middle twice, and go over it for each product and sum; on memory that is there already. One query at a
+        time, as decoders go, the middle is small and melts into kernels that do more: they are faster."""
+        if found.shape[1] == 1:
+            return False
+        key = (
+            f"{REWRITE}scores {dtype} {found.shape} {found.hidden} norm={found.norm is not None} "
+            f"backward={found.grad is not None} threads={torch.get_num_threads()}"
+        )
+        ratio = self._known_ratio(key, lambda: _scoring(found, dtype))
+        return math.prod(found.shape) * found.hidden >= LARGE_MIDDLE if ratio is None else ratio < WORTH_IT
+
+    def blocks_pay(self, found: Attention, dtype: torch.dtype) -> bool:
+        """Attend some heads at a time? The other side is what fused kernels would have to do at least: one pass over
+        all scores between products, forward and backward; on memory that is there already, nothing made again."""
+        key = (
+            f"{REWRITE}attention {dtype} {found.shape} {found.sizes} masks={len(found.added)},{len(found.hidden)} "
+            f"{'dropped ' if found.draw is not None else ''}"
+            f"backward={found.grad is not None} threads={torch.get_num_threads()}"
+        )
+        ratio = self._known_ratio(key, lambda: _attention(found, dtype))
+        return found.shape[3] >= LONG if ratio is None else ratio <= AS_FAST
+
     def channels_last_pays(self, convolutions: Sequence[ConvolutionShape]) -> bool:
         """Are the convolutions, forward and backward, faster on feature maps with channels last? The heaviest few
         speak for all."""
@@ -139,14 +177,9 @@ class Judge:
         ratio = 0.0
         for shape in heaviest:
             key = f"{CHANNELS_LAST}{shape} threads={torch.get_num_threads()}"
-            measured = self.cache.get(key)
+            measured = self._known_ratio(key, functools.partial(_layouts, shape))
             if measured is None:
-                if not self.run:
-                    return False
-                measured = _ratio(
-                    _convolution(shape, torch.contiguous_format), _convolution(shape, torch.channels_last)
-                )
-                self.cache.put(key, measured)
+                return False
             ratio += measured * shape.work * convolutions.count(shape) / total
         return ratio < WORTH_IT
 
@@ -158,13 +191,16 @@ class Judge:
             f"{REWRITE}{what} {left.dtype} {left.shape}{left.stride} @ {right.shape}{right.stride} "
             f"{device_of(graph, example.left)} threads={torch.get_num_threads()}"
         )
+        ratio = self._known_ratio(key, lambda: (before, after))
+        return left.shape[0] <= FEW_ROWS if ratio is None else ratio < WORTH_IT
+
+    def _known_ratio(self, key: str, sides: Callable[[], Sides]) -> float | None:
+        """Time of the second side over that of the first: from before, or measured now; None where nothing may run."""
         ratio = self.cache.get(key)
-        if ratio is None:
-            if not self.run:
-                return left.shape[0] <= FEW_ROWS
-            ratio = _ratio(before, after)
+        if ratio is None and self.run:
+            ratio = _ratio(*sides())
             self.cache.put(key, ratio)
-        return ratio < WORTH_IT
+        return ratio
 
 
 def _like(graph: Graph, number: int) -> Callable[[], torch.Tensor]:
@@ -180,6 +216,11 @@ def _like(graph: Graph, number: int) -> Callable[[], torch.Tensor]:
     return get
 
 
+def _layouts(shape: ConvolutionShape) -> Sides:
+    """A convolution with channels first, and with channels last."""
+    return _convolution(shape, torch.contiguous_format), _convolution(shape, torch.channels_last)
+
+
 def _convolution(shape: ConvolutionShape, layout: torch.memory_format) -> Callable[[], None]:
     """A forward and a backward of one convolution, on feature maps of a layout."""
     source = torch.full(shape.source, 0.01, dtype=shape.dtype).contiguous(memory_format=layout)
@@ -192,6 +233,77 @@ def _convolution(shape: ConvolutionShape, layout: torch.memory_format) -> Callab
         torch.ops.aten.convolution_backward(gradient, source, weight, None, *settings, (True, True, False))
 
     return run
+
+
+def _scoring(found: Scoring, dtype: torch.dtype) -> Sides:
+    """Scores and, where there is a backward, their gradients: by way of the middle, and without."""
+    batch, queries, keys = found.shape
+    middle, gradient = (torch.full((*found.shape, found.hidden), 0.01, dtype=dtype) for _ in range(2))
+    query, key = (torch.full((batch, steps, found.hidden), 0.01, dtype=dtype) for steps in (queries, keys))
+    weight, grad = torch.full((found.hidden,), 0.01, dtype=dtype), torch.full(found.shape, 0.01, dtype=dtype)
+    affine = (None, None) if found.norm is None else (weight, weight)
+    operands = (query, key, weight, None, *affine, None if found.norm is None else 1e-5)
+
+    def make_middle() -> None:
+        torch.add(query.unsqueeze(2), key.unsqueeze(1), out=middle)
+        torch.ops.aten.tanh_(middle)
+
+    def before() -> None:
+        rows = middle.view(-1, found.hidden)
+        make_middle()
+        torch.mv(rows, weight)
+        if found.grad is not None:
+            make_middle()
+            torch.mv(rows.t(), grad.flatten())
+            torch.mul(grad.unsqueeze(-1), weight, out=gradient)
+            torch.ops.aten.tanh_backward.grad_input(gradient, middle, grad_input=gradient)
+            gradient.sum(1)
+            gradient.sum(2)
+
+    def after() -> None:
+        torch.ops.encore.additive_scores(*operands)
+        if found.grad is not None:
+            torch.ops.encore.additive_scores_backward(None, grad, *operands, True, True, True)
+
+    return before, after
+
+
+def _attention(found: Attention, dtype: torch.dtype) -> Sides:
+    """Attention and, where there is a backward, its gradients: by way of all scores, and some heads at a time."""
+    aten = torch.ops.aten
+    batch, heads, queries, keys = found.shape
+    given = [torch.full(shape, 0.01, dtype=dtype) for shape in found.shapes.values()]
+    query, key, value = (one.flatten(0, 1) for one in given)
+    scores, gradient = (torch.empty(batch * heads, queries, keys, dtype=dtype) for _ in range(2))
+    grad = torch.full((batch, heads, queries, found.sizes[1]), 0.01, dtype=dtype)
+    rows = grad.flatten(0, 1)
+    added = [torch.zeros(queries, keys, dtype=dtype) for _ in found.added]
+    hidden = [torch.zeros(queries, keys, dtype=torch.bool) for _ in found.hidden]
+    kept = None if found.draw is None else torch.ones(found.shape, dtype=torch.bool)
+    noise = None if kept is None else torch.ones_like(scores)
+    operands = (*given, added, hidden, found.fills, found.scale, kept, 1.0)
+
+    def before() -> None:
+        torch.bmm(query, key, out=scores)
+        aten._softmax.out(scores, -1, False, out=scores)
+        if noise is not None:
+            torch.mul(scores, noise, out=gradient)
+        torch.bmm(scores, value)
+        if found.grad is not None:
+            torch.bmm(scores.mT, rows)
+            torch.bmm(rows, value.mT, out=gradient)
+            if noise is not None:
+                gradient.mul_(noise)
+            aten._softmax_backward_data.out(gradient, scores, -1, dtype, grad_input=gradient)
+            torch.bmm(query.mT, gradient)
+            torch.bmm(gradient, key.mT)
+
+    def after() -> None:
+        torch.ops.encore.dot_attention(*operands)
+        if found.grad is not None:
+            torch.ops.encore.dot_attention_backward(grad, *operands, True, True, True)
+
+    return before, after
 
 
 def _ratio(before: Callable[[], None], after: Callable[[], None]) -> float:

@@ -6,13 +6,22 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from encore.graph import Graph
+from encore.rewrite.block_attention import block_attention
 from encore.rewrite.channels_last import channels_last
 from encore.rewrite.fold_additions import fold_additions
 from encore.rewrite.hoist_projections import hoist_projections
 from encore.rewrite.judge import Judge
+from encore.rewrite.mask_before_unpooling import mask_before_unpooling
 from encore.rewrite.merge_siblings import merge_siblings
 from encore.rewrite.narrow_indices import narrow_indices
 from encore.rewrite.narrow_masks import narrow_masks
+from encore.rewrite.pool_maps import pool_maps
+from encore.rewrite.postpone_gradients import postpone_gradients
+from encore.rewrite.read_kept import read_kept
+from encore.rewrite.read_sizes import read_sizes
+from encore.rewrite.score_attention import score_attention
+from encore.rewrite.sign_bits import sign_bits
+from encore.rewrite.sign_masks import sign_masks
 from encore.rewrite.split_convolutions import split_convolutions
 from encore.rewrite.stack_weight_gradients import stack_weight_gradients
 from encore.rewrite.transpose_weights import transpose_weights
@@ -44,16 +53,32 @@ def _channels_last(graph: Graph, judge: Judge) -> Graph:
 
 
 PASSES: dict[str, Callable[[Graph, Judge], Iterator[Graph]]] = {
-    "narrow_indices": _once(lambda graph, judge: narrow_indices(graph)),
+    "score_attention": _once(score_attention),
+    "block_attention": _once(block_attention),
+    "read_sizes": _once(lambda graph, judge: read_sizes(graph)),
+    "mask_before_unpooling": _once(lambda graph, judge: mask_before_unpooling(graph)),
+    "read_kept": _once(lambda graph, judge: read_kept(graph, exact=judge.exact)),
+    "sign_masks": _once(lambda graph, judge: sign_masks(graph, exact=judge.exact)),
     "narrow_masks": _once(lambda graph, judge: narrow_masks(graph)),
     "channels_last": _once(_channels_last),
-    "split_convolutions": _once(lambda graph, judge: split_convolutions(graph)),
+    "split_convolutions": _once(lambda graph, judge: split_convolutions(graph, exact=judge.exact)),
+    "sign_bits": _once(lambda graph, judge: sign_bits(graph, exact=judge.exact)),
+    "pool_maps": _once(lambda graph, judge: pool_maps(graph)),
+    "narrow_indices": _once(lambda graph, judge: narrow_indices(graph)),
     "transpose_weights": _once(transpose_weights),
     "hoist_projections": _in_chunks(hoist_projections),
     "merge_siblings": _once(merge_siblings),
     "fold_additions": _once(lambda graph, judge: fold_additions(graph)),
     "stack_weight_gradients": _in_chunks(stack_weight_gradients),
+    "postpone_gradients": _once(lambda graph, judge: postpone_gradients(graph)),
 }
+EXACT = frozenset({
+    "read_sizes", "mask_before_unpooling", "read_kept", "sign_masks", "narrow_masks", "split_convolutions", "sign_bits",
+    "pool_maps", "narrow_indices", "postpone_gradients",
+})  # fmt: skip
+"""Passes that change no bit of any result."""
+ORDERS = frozenset({"postpone_gradients"})
+"""Passes that run the same operators in another order, for the sake of the peak alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +92,14 @@ class Rewritten:
 def rewrite(
     graph: Graph, judge: Judge, *, peak: Callable[[Graph], int], skip: Collection[str] = (), limit: int
 ) -> Rewritten:
-    """Run the passes. `peak` simulates a graph; what would lift it above `limit` bytes does not stay."""
+    """Run the passes, or, where the very bits are asked for, those that change none. `peak` simulates a graph; what
+    would lift it above `limit` bytes does not stay; nor does another order that lifts it at all."""
     applied = []
     for name, attempts in PASSES.items():
-        if name in skip:
+        if name in skip or (judge.exact and name not in EXACT):
             continue
         for attempt in attempts(graph, judge):
-            if attempt is not graph and peak(attempt) <= limit:
+            if attempt is not graph and peak(attempt) <= (peak(graph) if name in ORDERS else limit):
                 graph = attempt
                 applied.append(name)
                 break

@@ -1,0 +1,180 @@
+"""What a backward operator really needs of each tensor it is given: a table, after Gist (Jain et al., ISCA 2018).
+
+Autograd hands a formula whole tensors. Many formulas look at less: ReLU's asks on which side of zero an element lies,
+a pooling layer's asks for the size of its input and for positions. What nobody needs whole need not be kept whole.
+Operators that are not in the table are taken to need every bit of every operand.
+
+Normalisations need their input and its statistics; from these their output is had again. Their output instead of their
+input would do where scale and weight can be divided out again: as many bytes, and a quotient that rounds, so that it is
+never exact; a weight of zero forbids it. Here they need what they read.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from encore.graph.ops import OpClass
+from encore.graph.values import Graph, Op, Ref, refs
+
+aten = torch.ops.aten
+
+
+class Need(enum.IntEnum):
+    """From the least to the most; of several needs of one tensor, the last decides."""
+
+    SIZE = 0
+    """Its shape and strides alone."""
+    SIGN = 1
+    """On which side of one or two constants (or of another tensor) each element lies: a bit an element."""
+    POSITION = 2
+    """Integers below a bound that the graph knows: positions in a window, rows of a table, classes."""
+    STATISTICS = 3
+    """A number or two for a whole row or channel."""
+    OUTPUT = 4
+    """The numbers that the forward operator made; what it was given is not looked at."""
+    INPUT = 5
+    """The numbers that the forward operator was given: what it made does not tell them."""
+    VALUES = 6
+    """The numbers themselves, as in every product."""
+
+
+def _comparisons() -> dict[Any, Mapping[int, Need]]:
+    packets = (aten.le, aten.lt, aten.ge, aten.gt, aten.eq, aten.ne)
+    logic = (aten.logical_and, aten.logical_or, aten.logical_xor, aten.bitwise_and, aten.bitwise_or)
+    unary = (aten.logical_not.default, aten.bitwise_not.default, aten.isnan.default)
+    return {
+        **{packet.Scalar: {0: Need.SIGN} for packet in packets},
+        **{packet.Tensor: {0: Need.SIGN, 1: Need.SIGN} for packet in packets},
+        **{packet.default: {0: Need.SIGN, 1: Need.SIGN} for packet in logic[:3]},
+        **{packet.Tensor: {0: Need.SIGN, 1: Need.SIGN} for packet in logic[3:]},
+        **{target: {0: Need.SIGN} for target in unary},
+    }
+
+
+COMPARISONS: Mapping[Any, Mapping[int, Need]] = _comparisons()
+"""Operators that answer with booleans where their result is boolean."""
+
+NEEDS: Mapping[Any, Mapping[int, Need]] = {
+    **COMPARISONS,
+    # on which side
+    aten.threshold_backward.default: {1: Need.SIGN},
+    aten.leaky_relu_backward.default: {1: Need.SIGN},
+    aten.hardtanh_backward.default: {1: Need.SIGN},
+    aten.hardsigmoid_backward.default: {1: Need.SIGN},
+    aten.where.self: {0: Need.SIGN},
+    aten.masked_fill.Scalar: {1: Need.SIGN},
+    aten.masked_fill.Tensor: {1: Need.SIGN},
+    aten.native_dropout_backward.default: {1: Need.SIGN},
+    # how large
+    aten.max_pool2d_with_indices_backward.default: {1: Need.SIZE, 7: Need.POSITION},
+    aten.max_pool3d_with_indices_backward.default: {1: Need.SIZE, 7: Need.POSITION},
+    aten.adaptive_max_pool2d_backward.default: {1: Need.SIZE, 2: Need.POSITION},
+    aten.adaptive_max_pool3d_backward.default: {1: Need.SIZE, 2: Need.POSITION},
+    aten.avg_pool2d_backward.default: {1: Need.SIZE},
+    aten.avg_pool3d_backward.default: {1: Need.SIZE},
+    torch.ops.encore.dropout_noise.default: {0: Need.SIZE},
+    torch.ops.encore.dropout_mask.default: {0: Need.SIZE},
+    # which one
+    torch.ops.encore.max_pool2d_backward.default: {8: Need.POSITION},
+    torch.ops.encore.max_pool3d_backward.default: {8: Need.POSITION},
+    torch.ops.encore.adaptive_max_pool2d_backward.default: {3: Need.POSITION},
+    torch.ops.encore.adaptive_max_pool3d_backward.default: {3: Need.POSITION},
+    aten.embedding_dense_backward.default: {1: Need.POSITION},
+    aten.nll_loss_backward.default: {2: Need.POSITION},
+    aten.nll_loss2d_backward.default: {2: Need.POSITION},
+    aten.gather.default: {2: Need.POSITION},
+    aten.scatter.src: {2: Need.POSITION},
+    aten.scatter.value: {2: Need.POSITION},
+    aten.scatter_add.default: {2: Need.POSITION},
+    aten.index_select.default: {2: Need.POSITION},
+    aten.index_add.default: {2: Need.POSITION},
+    # what came out, what went in
+    aten.tanh_backward.default: {1: Need.OUTPUT},
+    aten.sigmoid_backward.default: {1: Need.OUTPUT},
+    aten._softmax_backward_data.default: {1: Need.OUTPUT},
+    aten._log_softmax_backward_data.default: {1: Need.OUTPUT},
+    aten.gelu_backward.default: {1: Need.INPUT},
+    aten.silu_backward.default: {1: Need.INPUT},
+    aten.mish_backward.default: {1: Need.INPUT},
+    aten.hardswish_backward.default: {1: Need.INPUT},
+    aten.softplus_backward.default: {1: Need.INPUT},
+    # both
+    aten.native_batch_norm_backward.default: {1: Need.INPUT, 5: Need.STATISTICS, 6: Need.STATISTICS},
+    aten.native_layer_norm_backward.default: {1: Need.INPUT, 3: Need.STATISTICS, 4: Need.STATISTICS},
+    aten.native_group_norm_backward.default: {1: Need.INPUT, 2: Need.STATISTICS, 3: Need.STATISTICS},
+}
+"""Operator -> position among its arguments -> what it needs of the tensor there."""
+
+
+def need_of(op: Op, value: int) -> Need:
+    """What an operator needs of a value that it reads: the most that any mention of it asks for."""
+    needs = NEEDS.get(op.target, {})
+    found = [
+        needs.get(position, Need.VALUES)
+        for position, argument in enumerate(op.args)
+        if isinstance(argument, Ref) and argument.value == value
+    ]
+    alone = len(found) == sum(value in reads for reads in _mentions(op))
+    return max(found) if found and alone else Need.VALUES
+
+
+def _mentions(op: Op) -> list[tuple[int, ...]]:
+    """The values that each argument mentions."""
+    return [tuple(refs(argument)) for argument in (*op.args, *op.kwargs.values())]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Backward reads a value of a storage, by itself or through a view."""
+
+    op: Op
+    value: int
+    need: Need
+
+
+class BackwardNeeds:
+    """Who in backward reads which storage that forward made, and what for."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.of: dict[int, list[Reading]] = {}
+        made = {storage for op in graph.ops if op.forward for storage in _storages(graph, op.writes)}
+        for op in graph.ops:
+            if op.forward or op.kind is OpClass.VIEW:
+                continue
+            for value in op.reads:
+                storage = graph.values[value].storage
+                if storage in made:
+                    self.of.setdefault(storage, []).append(Reading(op, value, need_of(op, value)))
+        leaving = {graph.values[value].storage for value in (*graph.outputs, *graph.gradients) if value is not None}
+        writers = (op for op in graph.ops if op.kind is OpClass.MUTATING)
+        self.changing = {storage for op in writers for storage in _storages(graph, op.reads)}
+        """Storages that hold one thing now and another later."""
+        self.held = graph.external | self.changing | {storage for storage in leaving if storage is not None}
+        """Storages that are somebody else's, whatever backward needs: the caller's, or that of whoever writes there."""
+
+    def most(self, storage: int) -> Need | None:
+        """The most that backward needs of a storage; None where it does not read it."""
+        return max((reading.need for reading in self.of.get(storage, ())), default=None)
+
+    def is_kept_whole(self, storage: int) -> bool:
+        """Will its numbers be there in backward, because somebody needs them or somebody outside holds them?"""
+        most = self.most(storage)
+        return storage in self.held or (most is not None and most > Need.SIGN)
+
+    def may_be_read(self, storage: int) -> bool:
+        """May backward read it whole though it does not yet? Not what the caller holds: a caller may write over an
+        output, and autograd only objects where backward reads it in eager, too."""
+        most = self.most(storage)
+        needed = most is not None and most > Need.SIGN
+        return storage not in self.changing and (needed or storage not in self.held)
+
+
+def _storages(graph: Graph, values: Sequence[int | None]) -> list[int]:
+    found = (None if value is None else graph.values[value].storage for value in values)
+    return [storage for storage in found if storage is not None]
