@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import encore
-from encore.cost.cache import MachineCache
+from encore.cost.cache import MachineCache, machine_key
 
 
 def test_peak_and_left_are_exact() -> None:
@@ -58,10 +58,25 @@ def test_saving_keeps_what_another_process_added(tmp_path: Path) -> None:
     other.put("other", 2)
     other.save()
     mine.save()
-    assert json.loads(path.read_text()) == {"mine": 1, "other": 2}
+    assert json.loads(path.read_text()) == {"machine": machine_key(), "measurements": {"mine": 1, "other": 2}}
 
 
-@pytest.mark.parametrize("content", ["{", "[1, 2]", '{"a": "text"}', "\x00\x01"])
+def test_what_another_machine_measured_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "cache.json"
+    theirs = MachineCache(path, "another machine")
+    theirs.put("a", 1.5)
+    theirs.save()
+    mine = MachineCache(path)
+    with pytest.warns(UserWarning, match="holds measurements of another machine; measuring again"):
+        assert mine.get("a") is None
+    mine.put("b", 2.5)
+    mine.save()  # without a second warning, which would be an error
+    assert json.loads(path.read_text()) == {"machine": machine_key(), "measurements": {"b": 2.5}}
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[1, 2]", '{"a": 1}', '{"machine": "", "measurements": {"a": "text"}}', "\x00\x01"]
+)
 def test_a_damaged_file_is_ignored_with_a_warning(tmp_path: Path, content: str) -> None:
     path = tmp_path / "cache.json"
     path.write_text(content)

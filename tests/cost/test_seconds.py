@@ -14,12 +14,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import encore
 from captured import captured, captured_graph, operators
 from encore.cost import Seconds, kernel_timing, rates, seconds, time_kernels
 from encore.cost.cache import MachineCache
 from encore.cost.flops import flops
 from encore.cost.kernel_timing import kernel_seconds
 from encore.cost.probe import made_up, made_up_call
+from encore.cost.seconds import may_run
 from encore.cost.timing import seconds_of
 from encore.graph import Graph, Op, OpClass
 from encore.lower import kernel_store
@@ -97,7 +99,7 @@ def test_a_call_is_told_from_another_by_its_shapes(monkeypatch: pytest.MonkeyPat
     asked = Seconds(run=True)
     assert (asked(graph, same), asked(graph, again), asked(graph, other)) == (1, 1, 2)
     asked.save()
-    keys = json.loads((tmp_path / "seconds.json").read_text())
+    keys = json.loads((tmp_path / "seconds.json").read_text())["measurements"]
     assert [key.split()[:2] for key in keys] == [["seconds", "aten.mm.default"]] * 2
 
 
@@ -210,7 +212,8 @@ def test_entries_that_are_no_durations_are_ignored(
     for op in graph.ops:
         first(graph, op)
     first.save()
-    path.write_text(json.dumps(dict.fromkeys(json.loads(path.read_text()), nonsense)))
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps({**told, "measurements": dict.fromkeys(told["measurements"], nonsense)}))
     start_from(path, monkeypatch)
     for run in (False, True):
         again = Seconds(run=run)
@@ -274,6 +277,37 @@ def test_flops_of_a_recurrent_layer() -> None:
     forward = 2 * 5 * 3 * (4 * 16 * 12 + 4 * 16 * 16)
     assert [flops(graph, op) for op in operators(graph, aten.mkldnn_rnn_layer.default)] == [forward]
     assert [flops(graph, op) for op in operators(graph, aten.mkldnn_rnn_layer_backward.default)] == [2 * forward]
+
+
+def test_flops_of_encores_own_layers() -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = encore.nn.LSTM(12, 16, proj_size=8, stash=3)
+            self.gru = encore.nn.GRU(8, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.gru(self.lstm(x)[0])[0]
+
+    graph = captured_graph(Layers(), torch.randn(5, 3, 12))
+    rows, own = 2 * 5 * 3, torch.ops.encore
+    w_ih, w_hh, w_hr = 64 * 12, 64 * 8, 8 * 16
+    assert [flops(graph, op) for op in operators(graph, own.lstm_forward)] == [rows * (w_ih + w_hh + w_hr)]
+    rebuilt = rows * (w_ih + w_hh)
+    backward = rows * (w_ih + 2 * w_hh + 2 * w_hr) + rebuilt  # nobody asks for the gradient of x
+    assert [flops(graph, op) for op in operators(graph, own.lstm_backward)] == [backward]
+    weights = 30 * 8 + 30 * 10
+    assert [flops(graph, op) for op in operators(graph, own.gru_forward)] == [rows * weights]
+    assert [flops(graph, op) for op in operators(graph, own.gru_backward)] == [2 * rows * weights]
+
+
+@pytest.mark.parametrize("stash", ["fast", 8])
+def test_recurrent_layers_are_timed_whatever_they_keep(stash: str | int) -> None:
+    graph = captured_graph(encore.nn.LSTM(32, 48, stash=stash), torch.randn(20, 8, 32, requires_grad=True))
+    own, asked = torch.ops.encore, Seconds(run=True)
+    found = [op for op in graph.ops if op.target in (own.lstm_forward.default, own.lstm_backward.default)]
+    assert len(found) == 2
+    assert all(may_run(graph, op) and asked(graph, op) > 1e-5 for op in found)
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------

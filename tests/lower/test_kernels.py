@@ -30,12 +30,14 @@ from encore.schedule.kernel import Kernel, Operand, each_result
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An empty folder of kernels, with the headers that this test run has compiled already."""
+    """An empty folder of kernels, a space in its name, with the headers that this test run has compiled already."""
     kernel_store().folder.mkdir(parents=True, exist_ok=True)
     header = kernel_store()._build_header()
+    empty = tmp_path / "a folder"
+    empty.mkdir()
     for name in ("kernels.h", "kernels.h.gch"):
-        (tmp_path / name).symlink_to(header.with_name(name))
-    return tmp_path
+        (empty / name).symlink_to(header.with_name(name))
+    return empty
 
 
 def kernel_of(function: Callable[..., Any], *args: Any) -> Kernel:
@@ -320,6 +322,7 @@ def run_script(**environment: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_second_process_compiles_nothing_unless_an_extension_is_lost_or_broken(folder: Path) -> None:
     kernels = folder / kernel_store().folder.name
     kernels.mkdir()
@@ -337,6 +340,13 @@ def test_a_second_process_compiles_nothing_unless_an_extension_is_lost_or_broken
         extension.write_text("no library")
     assert run_script(ENCORE_CACHE_DIR=cache) == cold
     assert run_script(ENCORE_CACHE_DIR=cache) == {"fresh": 0, "said": []}
+
+
+def test_a_header_in_a_folder_with_a_space_is_compiled_beside_itself(tmp_path: Path) -> None:
+    header = tmp_path / "a folder" / "kernels.h"
+    command = inductor_private.header_command(header)
+    assert str(header) in command
+    assert str(header.with_name("kernels.h.gch")) in command
 
 
 def test_a_process_without_a_compiler_says_so_once(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Measurements kept on disk, per machine and torch version, so that each is made once.
 
-One JSON file in `cache_directory()`. It is replaced as a whole (written beside, then renamed), so a reader never sees
-half a file; two processes that write at once lose at most each other's newest entries, which are measured again. A file
-that cannot be read is ignored with one warning.
+One JSON file in `cache_directory()`, with the name of the machine in it. It is replaced as a whole, so a reader never
+sees half a file; two processes that write at once lose at most each other's newest entries, which are measured again. A
+file that cannot be read, or that another machine has written, is ignored with one warning.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import platform
-import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -21,15 +19,20 @@ from typing import Any
 import torch
 
 from encore.folders import cache_directory
+from encore.whole_files import replacing
+
+MACHINE, MEASUREMENTS = "machine", "measurements"
 
 
 class MachineCache:
     """A dictionary of numbers that survives the process."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, machine: str | None = None) -> None:
         self.path = path
+        self.machine = machine or machine_key()
         self._entries: dict[str, float] | None = None
         self._unsaved = False
+        self._complained = False
         self._lock = threading.Lock()
 
     def get(self, key: str) -> float | None:
@@ -54,10 +57,8 @@ class MachineCache:
             merged = {**self._read(), **self._loaded()}
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
-                with os.fdopen(descriptor, "w") as file:
-                    json.dump(merged, file)
-                Path(temporary).replace(self.path)
+                with replacing(self.path) as file:
+                    file.write(json.dumps({MACHINE: self.machine, MEASUREMENTS: merged}).encode())
             except OSError as error:
                 warnings.warn(f"encore: measurements could not be kept in {self.path}: {error}", stacklevel=2)
             self._unsaved = False
@@ -69,16 +70,23 @@ class MachineCache:
 
     def _read(self) -> dict[str, float]:
         try:
-            entries = json.loads(self.path.read_text())
+            found = json.loads(self.path.read_text())
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            warnings.warn(f"encore: {self.path} cannot be read ({error}); measuring again", stacklevel=2)
-            return {}
+            return self._ignored(f"cannot be read ({error})")
+        entries = found.get(MEASUREMENTS) if isinstance(found, dict) else None
         if not isinstance(entries, dict) or not all(isinstance(number, int | float) for number in entries.values()):
-            warnings.warn(f"encore: {self.path} does not hold measurements; measuring again", stacklevel=2)
-            return {}
+            return self._ignored("does not hold measurements")
+        if found.get(MACHINE) != self.machine:
+            return self._ignored("holds measurements of another machine")
         return entries
+
+    def _ignored(self, why: str) -> dict[str, float]:
+        if not self._complained:
+            warnings.warn(f"encore: {self.path} {why}; measuring again", stacklevel=2)
+        self._complained = True
+        return {}
 
 
 @functools.cache

@@ -89,11 +89,46 @@ def _mix(given: _Arguments) -> float:
     return math.prod(given.shape("query")[:-1]) * math.prod(given.shape("value")[-2:])
 
 
+def _dot(scores: int, mix: int) -> Callable[[_Arguments], float]:
+    """Attention in blocks: how many products there are of the size of scores, and of the size of a mix of values."""
+    return lambda given: (
+        2 * scores * math.prod(given.shape("query")) * given.shape("keys")[-1]
+        + 2 * mix * math.prod(given.shape("query")[:-1]) * math.prod(given.shape("values")[-2:])
+    )
+
+
+def _additive(per_number: int) -> Callable[[_Arguments], float]:
+    """Every query meets every key in a tanh, which costs as much as this many operations."""
+    return lambda given: per_number * math.prod(given.shape("query")) * given.shape("keys")[1]
+
+
 def _recurrent(given: _Arguments) -> float:
     """Both weight matrices meet every step of every sequence; the cell itself hardly counts."""
     steps = math.prod(given.shape("input")[:-1])
     matrices = (("weight0", "weight1"), ("weight1", "weight2"))[given["weight0"] is None]  # backward counts from 1
     return 2 * steps * sum(math.prod(given.shape(name)) for name in matrices)
+
+
+def _sequence(given: _Arguments) -> float:
+    """Encore's recurrent layers: as above, and a projection of h where there is one."""
+    return 2 * _rows(given) * _weights(given, "w_ih", "w_hh", "w_hr")
+
+
+def _sequence_backward(given: _Arguments) -> float:
+    """What each weight meets: the gradient on its way back (the input's only where it is wanted), a second time for
+    its own gradient, and a third time where gates that were not kept are built again."""
+    passes = {"w_ih": bool(given["need_x"]), "w_hh": True, "w_hr": True}
+    rebuilt = {"w_ih": bool(given["keep"]), "w_hh": bool(given["keep"]), "w_hr": False}
+    times = {name: passes[name] + bool(given["need_weights"]) + rebuilt[name] for name in passes}
+    return 2 * _rows(given) * sum(times[name] * _weights(given, name) for name in times)
+
+
+def _rows(given: _Arguments) -> int:
+    return math.prod(given.shape("x")[:-1])
+
+
+def _weights(given: _Arguments, *names: str) -> int:
+    return sum(math.prod(shape) for name in names if (shape := given.shape(name)))
 
 
 COUNTS: dict[str, Callable[[_Arguments], float]] = {
@@ -115,6 +150,12 @@ COUNTS: dict[str, Callable[[_Arguments], float]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "_scaled_dot_product_efficient_attention_backward": _attention_backward,
     "_scaled_dot_product_cudnn_attention_backward": _attention_backward,
+    **dict.fromkeys(("lstm_forward", "gru_forward", "elman_forward"), _sequence),
+    **dict.fromkeys(("lstm_backward", "gru_backward", "elman_backward"), _sequence_backward),
+    "dot_attention": _dot(1, 1),
+    "dot_attention_backward": _dot(3, 2),
+    "additive_scores": _additive(32),
+    "additive_scores_backward": _additive(48),
     "mkldnn_rnn_layer": _recurrent,
     "mkldnn_rnn_layer_backward": lambda given: 2 * _recurrent(given),
 }

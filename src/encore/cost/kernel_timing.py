@@ -14,6 +14,10 @@ from encore.cost.room import has_room, sets_of_operands
 from encore.cost.seconds import Seconds
 from encore.cost.signature import is_here
 from encore.cost.timing import seconds_of
+from encore.graph import OpClass
+from encore.graph.ops import classify
+from encore.graph.values import refs
+from encore.schedule.kernel import Call as KernelCall
 from encore.schedule.kernel import Kernel, Operand
 
 if TYPE_CHECKING:
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("encore")
 
 Call = Callable[[list[Any]], tuple[Any, ...]]
+UNCHANGED = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
+"""Of zeros they make zeros."""
 
 
 def time_kernels(seconds: Seconds, kernels: Mapping[str, Kernel], compiled: Mapping[str, CompiledKernel]) -> None:
@@ -58,10 +64,33 @@ def kernel_seconds(kernel: Kernel, call: Call) -> float:
 
 
 def may_run(kernel: Kernel) -> bool:
-    """Are there devices and memory for its operands?"""
+    """Are there devices and memory for its operands, and will it take made-up ones? An index out of bounds ends the
+    process: no kernel is tried that computes one."""
     if any(0 in operand.shape for operand in kernel.operands) or not all(map(is_here, kernel.devices)):
         return False
+    if _computes_an_index(kernel):
+        return False
     return has_room(_footprint(kernel), cuda=_on_cuda(kernel))
+
+
+def _computes_an_index(kernel: Kernel) -> bool:
+    """Does it index by anything but an operand as it is? Those are made up of zeros."""
+    given = set(range(len(kernel.operands)))
+    number = len(given)
+    for call in kernel.calls:
+        if any(value not in given for value in refs(_indices(call))):
+            return True
+        unchanged = classify(call.target) is OpClass.VIEW or call.target in UNCHANGED
+        for _ in filter(None, call.results):
+            if unchanged and all(value in given for value in refs(call.args)):
+                given.add(number)
+            number += 1
+    return False
+
+
+def _indices(call: KernelCall) -> list[Any]:
+    named = zip(call.target._schema.arguments, call.args, strict=False)
+    return [argument for declared, argument in named if declared.name in ("index", "indices")]
 
 
 def _bound(call: Call, operands: list[torch.Tensor]) -> Callable[[], Any]:

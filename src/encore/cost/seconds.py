@@ -16,16 +16,20 @@ import weakref
 
 import torch
 
+from encore.codecs import Codec
 from encore.cost.allocator import profiler_is_running
 from encore.cost.cache import machine_cache
+from encore.cost.codec_timing import CodecCall, codec_of
 from encore.cost.probe import made_up_call, on_cuda
 from encore.cost.rates import Rates, is_duration
 from encore.cost.roofline import kernel_roofline, op_roofline
 from encore.cost.room import has_room, sets_of_operands
-from encore.cost.signature import can_run, is_pure_aten, signature
+from encore.cost.signature import can_run, is_here, is_pure_aten, signature
 from encore.cost.timing import MOST_SECONDS, generators_kept, seconds_of
 from encore.graph import Graph, Op, OpClass
+from encore.graph.ops import is_codec
 from encore.graph.random_ops import DrawAgain, DrawState
+from encore.graph.tier_ops import is_transfer
 from encore.graph.values import span_bytes
 from encore.schedule import Fused, Run, Schedule
 
@@ -59,7 +63,7 @@ class Seconds:
         """Seconds of one call; of an operator that writes over its operand `over`, where that is given."""
         if isinstance(op, Fused):
             return self._of_kernel(graph, op)
-        if op.kind is OpClass.VIEW or isinstance(op.target, DrawState):
+        if op.kind is OpClass.VIEW or isinstance(op.target, DrawState) or is_transfer(op.target):
             return self._rates.view
         answers = self._answers.get(graph)
         if answers is None:
@@ -116,7 +120,23 @@ class Seconds:
             self._guessed[key] = kernel_roofline(graph, action, self._rates)
         return self._guessed[key]
 
+    def _of_codec(self, graph: Graph, op: Op, codec: Codec) -> float:
+        call = CodecCall(graph, op, codec)
+        key = f"{call.key} threads={torch.get_num_threads()}"
+        known = self._recall(key)
+        if known is None:
+            runs = self.run and not profiler_is_running() and is_here(call.device)
+            if not runs or not has_room(call.footprint, cuda=call.device.startswith("cuda")):
+                return op_roofline(graph, op, self._rates)
+            with torch.no_grad(), generators_kept(cuda=call.device.startswith("cuda")):
+                known = self._known[key] = call.time()
+            self._cache.put(key, known)
+        return known * call.share
+
     def _of_operator(self, graph: Graph, op: Op, over: int | None) -> float:
+        codec = codec_of(op) if is_codec(op.target) else None
+        if codec is not None:
+            return self._of_codec(graph, op, codec)
         op = _as_first_drawn(op)
         key = _operator(graph, op, over)
         known = self._recall(key)

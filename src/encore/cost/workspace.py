@@ -18,21 +18,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensorMode
 
+from encore.codecs import WORKSPACES as CODING
 from encore.cost.allocator import profiler_is_running
 from encore.cost.cache import machine_cache
 from encore.cost.probe import probe_workspace
 from encore.cost.signature import can_run, is_pure_aten, signature
 from encore.graph import Graph, Op, OpClass
+from encore.graph.on_shapes import on_shapes
 from encore.graph.ops import is_pointwise
 from encore.graph.random_ops import DrawAgain
-from encore.graph.values import Ref, map_refs
+from encore.graph.values import Ref
 from encore.kernels.draws import FEW, STATE_BYTES
-from encore.rnn import WORKSPACES
+from encore.rnn import WORKSPACES as RECURRENT
 from encore.schedule import Fused
 
+aten = torch.ops.aten
 log = logging.getLogger("encore")
+
+WORKSPACES = {**RECURRENT, **CODING}
+"""Operators of Encore's own that tell."""
 
 BOXED_SCALARS = 16
 """A Python number among tensors becomes a tensor of 8 bytes, and 4 more where it is converted."""
@@ -112,16 +117,9 @@ def _drawn(graph: Graph, op: Op, target: object) -> int:
 
 
 def _told(graph: Graph, op: Op) -> int:
-    """A recurrent operator tells its workspace from the shapes of its operands."""
-
-    def operand(index: int) -> Any:
-        value = graph.values[index]
-        assert value.storage is not None
-        device = graph.storages[value.storage].device
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
-
-    with FakeTensorMode():
-        return WORKSPACES[op.target](*map_refs(op.args, operand))
+    """An operator of Encore's own tells its workspace from the shapes of its operands."""
+    told: int = on_shapes(graph, op, WORKSPACES[op.target])
+    return told
 
 
 def _pointwise(graph: Graph, op: Op) -> int:
@@ -129,7 +127,8 @@ def _pointwise(graph: Graph, op: Op) -> int:
     boxed = BOXED_SCALARS if any(isinstance(argument, int | float) for argument in op.args) else 0
     if len({graph.values[value].dtype for value in op.reads}) < 2:
         return boxed
-    operands = [graph.values[value] for value in op.reads if graph.values[value].dtype is not None]
+    reads = op.reads[1:] if op.target is aten.where.self else op.reads  # its condition is read as it is
+    operands = [graph.values[value] for value in reads if graph.values[value].dtype is not None]
     shaped = [value for value in operands if value.shape] or operands
     if len({value.dtype for value in shaped}) < 2:
         return boxed
@@ -188,7 +187,6 @@ def _rows_per_thread(graph: Graph, op: Op) -> int:
     return torch.get_num_threads() * sum(small)
 
 
-aten = torch.ops.aten
 RULES: dict[Any, Callable[[Graph, Op], int]] = {
     aten.native_batch_norm_backward.default: _first_result,
     aten.native_layer_norm_backward.default: _rows_per_thread,

@@ -6,8 +6,10 @@ holds on to an argument list keeps every saved tensor alive until backward has r
 
 from __future__ import annotations
 
+import functools
 import linecache
 import math
+import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +19,12 @@ import torch
 
 from encore.graph import Graph, Op
 from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST
+from encore.graph.tier_ops import StoreTo, is_transfer
 from encore.graph.values import Ref
 from encore.lower.calls import callable_for
 from encore.lower.kernels import CompiledKernel
-from encore.schedule import Action, Free, Fused, Run, Schedule
+from encore.lower.transport import Transport
+from encore.schedule import Action, Free, Fused, Load, Run, Schedule, Store, Wait
 
 Boxed = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -35,13 +39,20 @@ class Lowered:
     backward_source: str
 
 
-def lower(schedule: Schedule, name: str = "step", kernels: Mapping[str, CompiledKernel] | None = None) -> Lowered:
-    """Turn both streams into functions; `kernels` are those of its fused actions, by key."""
-    graph = schedule.graph
-    forward_source, forward = _Writer(graph, kernels or {}).write(
+def lower(
+    schedule: Schedule,
+    name: str = "step",
+    kernels: Mapping[str, CompiledKernel] | None = None,
+    watches: Mapping[int, Callable[..., Any]] | None = None,
+    transports: Mapping[str, Transport] | None = None,
+) -> Lowered:
+    """Turn both streams into functions; `kernels` are those of its fused actions, by key, `watches` are called in the
+    place of operators of forward, by number, and `transports` move what goes to tiers, by their names."""
+    graph, transports = schedule.graph, transports or {}
+    forward_source, forward = _Writer(graph, kernels or {}, watches or {}, transports).write(
         f"{name}_forward", schedule.forward, graph.primals, (*graph.outputs, *schedule.saved), graph.literals
     )
-    backward_source, backward = _Writer(graph, kernels or {}).write(
+    backward_source, backward = _Writer(graph, kernels or {}, transports=transports).write(
         f"{name}_backward", schedule.backward, (*schedule.saved, *graph.tangents), graph.gradients
     )
     return Lowered(forward, backward, forward_source, backward_source)
@@ -50,11 +61,20 @@ def lower(schedule: Schedule, name: str = "step", kernels: Mapping[str, Compiled
 class _Writer:
     """Writes one function, collecting the objects its text refers to."""
 
-    def __init__(self, graph: Graph, kernels: Mapping[str, CompiledKernel]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        kernels: Mapping[str, CompiledKernel],
+        watches: Mapping[int, Callable[..., Any]] = types.MappingProxyType({}),
+        transports: Mapping[str, Transport] = types.MappingProxyType({}),
+    ) -> None:
         self.graph = graph
         self.kernels = kernels
+        self.watches = watches
+        self.transports = transports
         self.scope: dict[str, Any] = {"inf": math.inf, "nan": math.nan}
         self.named: dict[int, str] = {}
+        self.movers: dict[tuple[str, str], str] = {}
         self.lines: list[str] = []
 
     def write(
@@ -70,6 +90,7 @@ class _Writer:
         if given:
             self._line(f"{''.join(f'{self._variable(value)}, ' for value in given)}= args")
         self._line("args.clear()")
+        self._claim(actions)
         freed: list[str] = []
         for action in actions:
             if isinstance(action, Free):
@@ -78,8 +99,10 @@ class _Writer:
             self._flush(freed)
             if isinstance(action, Fused):
                 self._call_kernel(action)
-            else:
+            elif isinstance(action, Run):
                 self._line(self._statement(action))
+            else:
+                self._line(self._transfer(action))
         self._flush(freed)
         returned = ", ".join(
             repr((literals or {}).get(position)) if value is None else self._read(value)
@@ -118,8 +141,41 @@ class _Writer:
             keywords.append(f"{OUT_ARGUMENT[target]}={self._variable(action.over)}")
         elif action.over is not None:
             target = WRITES_FIRST[target]
-        call = f"{self._bind(callable_for(target), _label(target))}({', '.join(arguments + keywords)})"
+        if is_transfer(target):
+            name = self._mover(target.tier, "store_now" if isinstance(target, StoreTo) else "load")
+        else:
+            called = self.watches[op.id] if op.id in self.watches else callable_for(target)
+            name = self._bind(called, _label(target))
+        call = f"{name}({', '.join(arguments + keywords)})"
         return f"{self._targets(op)} = {call}"
+
+    def _claim(self, actions: Sequence[Action]) -> None:
+        """Room in the tiers for all that the phase will store, before it begins."""
+        sizes: dict[str, list[int]] = {}
+        for action in actions:
+            op = self.graph.ops[action.op] if isinstance(action, Run | Store) else None
+            if op is not None and isinstance(op.target, StoreTo):
+                sizes.setdefault(op.target.tier, []).append(self.graph.bytes_of(op.reads[0]))
+        for tier, wanted in sizes.items():
+            self._line(f"{self._bind(functools.partial(self.transports[tier].prepare, tuple(wanted)), 'prepare')}()")
+
+    def _transfer(self, action: Store | Load | Wait) -> str:
+        """A load has its name from its wait on; what goes on before is the tier's business."""
+        op = self.graph.ops[action.op]
+        tier, given = op.target.tier, [self._text(argument) for argument in op.args]
+        if isinstance(action, Store):
+            return f"{self._targets(op)} = {self._mover(tier, 'store')}({given[0]})"
+        if isinstance(action, Load):
+            return f"{self._mover(tier, 'fetch')}({given[0]})"
+        if isinstance(op.target, StoreTo):
+            return f"{self._mover(tier, 'stored')}({self._targets(op)})"
+        return f"{self._targets(op)} = {self._mover(tier, 'load')}({', '.join(given)})"
+
+    def _mover(self, tier: str, name: str) -> str:
+        """A method of a tier's transport, under one name."""
+        if (tier, name) not in self.movers:
+            self.movers[tier, name] = self._bind(getattr(self.transports[tier], name), name)
+        return self.movers[tier, name]
 
     def _call_kernel(self, action: Fused) -> None:
         """A kernel returns what it allocated; what it wrote over an operand is that operand under its new name."""

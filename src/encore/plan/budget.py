@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from encore.errors import BudgetError, Pin
 from encore.graph import Graph
 from encore.options import Budget, Options
-from encore.plan.offer import Offer
+from encore.plan.offer import Offer, by_methods
 from encore.plan.plan import Plan
 from encore.schedule import Stack, alive_at_worst, stack
 from encore.units import bytes_text
@@ -16,7 +16,8 @@ LISTED_PINS = 5
 NEAR = 1.08
 """How far an offer's peak may be from that of its plan."""
 LOOKED_AT = 2
-"""Offers that are built to find the smallest plan: their order is nearly that of their plans."""
+"""Offers of each set of methods that are built to find the smallest plan: their order is nearly that of their
+plans."""
 
 
 def will_do(as_it_is: Offer, options: Options, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> bool:
@@ -58,27 +59,31 @@ def choose(
         return min(_lowest(offers), key=lambda offer: (total(offer.plan), offer.plan.overhead))
     limit = options.budget.resolve(total(unplanned or kept))
     room = limit - (total(kept) - kept.timeline.step_peak)
-    for offer in sorted(offers, key=lambda offer: (offer.overhead, offer.step_peak)):
-        if offer.step_peak <= room * NEAR and total(offer.plan) <= limit:
-            return offer
-    smallest = min(_lowest(offers), key=lambda offer: total(offer.plan))
-    if total(smallest.plan) <= limit:
-        return smallest
-    raise budget_error(smallest.plan, options.budget, limit, total(smallest.plan))
+    ordered = sorted(offers, key=lambda offer: (offer.overhead, offer.step_peak))
+    found = next((one for one in ordered if one.step_peak <= room * NEAR and total(one.plan) <= limit), None)
+    lowest = _lowest(offers) if found is None else _lowest(ordered[: ordered.index(found)])
+    faster = [offer for offer in lowest if total(offer.plan) <= limit]
+    if found is not None or faster:
+        return min([*faster, *([found] if found else [])], key=lambda offer: offer.overhead)
+    smallest = min(lowest, key=lambda offer: total(offer.plan))
+    raise budget_error(smallest.plan, options.budget, limit, total(smallest.plan), tiers=bool(options.tiers))
 
 
 def _smallest_within(offers: Sequence[Offer], overhead: float) -> Offer:
     """The smallest peak that costs at most this much extra time."""
     allowed = [offer for offer in offers if offer.overhead <= overhead]
-    smallest = sorted(allowed, key=lambda offer: (offer.step_peak, offer.overhead))[:LOOKED_AT]
-    return min([*smallest, offers[0]], key=lambda offer: (offer.plan.timeline.step_peak, offer.overhead))
+    return min([*_lowest(allowed), offers[0]], key=lambda offer: (offer.plan.timeline.step_peak, offer.overhead))
 
 
 def _lowest(offers: Sequence[Offer]) -> list[Offer]:
-    """The offers among which the smallest plan is."""
-    least = min(offer.step_peak for offer in offers)
-    near = [offer for offer in offers if offer.step_peak <= least * NEAR]
-    return sorted(near, key=lambda offer: offer.step_peak)[:LOOKED_AT]
+    """The offers among which the smallest plan is: those that whoever may use fewer methods would look at, too, unless
+    they are farther off than an offer can be."""
+    least = min((offer.step_peak for offer in offers), default=0)
+    lowest: dict[Offer, None] = {}
+    for found in by_methods(offers):
+        ordered = sorted(found, key=lambda offer: (offer.step_peak, offer.overhead))[:LOOKED_AT]
+        lowest.update(dict.fromkeys(offer for offer in ordered if offer.step_peak <= least * NEAR**2))
+    return list(lowest)
 
 
 def stack_plans(plans: Sequence[Plan]) -> Stack:
@@ -86,11 +91,12 @@ def stack_plans(plans: Sequence[Plan]) -> Stack:
     return stack([plan.schedule.graph for plan in plans], [plan.timeline for plan in plans])
 
 
-def budget_error(plan: Plan, budget: Budget, limit: int, floor: int) -> BudgetError:
-    """The refusal: how low it goes, what pins it there, what would help."""
+def budget_error(plan: Plan, budget: Budget, limit: int, floor: int, *, tiers: bool = False) -> BudgetError:
+    """The refusal: how low it goes, what pins it there, what would help. `tiers` could be used already."""
     pins = pins_of(plan)
     remedies = (
         f"raise the budget to {floor} bytes ({bytes_text(floor)})",
+        *(() if tiers else ("let feature maps go to disk (tiers='disk')",)),
         "use a smaller batch or shorter sequences",
         "compute in a narrower type (torch.autocast)",
     )

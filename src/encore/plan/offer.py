@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from encore.plan.plan import Plan
+from encore.plan.stand_ins import Methods
 
 Fuse = Callable[[Plan], Plan]
+LEAST_GAIN = 0.02
+"""A slower plan must take at least this share off the peak to be worth offering."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -20,6 +23,8 @@ class Offer:
     overhead: float
     build: Callable[[], Plan]
     fuse: Fuse = lambda plan: plan
+    found_with: set[Methods] = dataclasses.field(default_factory=set)
+    """The sets of methods with which a search came upon it; none where no search was needed."""
 
     @functools.cached_property
     def separate(self) -> Plan:
@@ -41,3 +46,20 @@ class Offer:
     def of(cls, plan: Plan) -> Offer:
         """A plan that is there already."""
         return cls(plan.timeline.step_peak, plan.overhead, lambda: plan)
+
+
+def by_methods(offers: Sequence[Offer]) -> list[list[Offer]]:
+    """The offers of each search; one that needed no search is among all of them."""
+    searched = dict.fromkeys(methods for offer in offers for methods in offer.found_with)
+    return [
+        [offer for offer in offers if not offer.found_with or methods in offer.found_with] for methods in searched
+    ] or [list(offers)]
+
+
+def worth_having(offers: Iterable[Offer]) -> list[Offer]:
+    """Of the offers those that are slower than the one before, and worth it by what they take off the peak."""
+    found: list[Offer] = []
+    for offer in sorted(offers, key=lambda offer: (offer.overhead, offer.step_peak)):
+        if not found or offer.step_peak <= (1 - LEAST_GAIN) * found[-1].step_peak:
+            found.append(offer)
+    return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from encore.graph import Graph
 from encore.plan.decisions import Decision, Keep
-from encore.schedule import Schedule, Timeline, schedule_step, simulate
+from encore.schedule import KEEP_EVERYTHING, Choice, Schedule, Timeline, schedule_step, simulate
 from encore.schedule.simulate import Workspace
 
 
@@ -25,8 +25,12 @@ class Plan:
     """Predicted time of the step; 0 where nobody asked for the cost of anything."""
     slices: int = 1
     """Parts that large heads are taken in, so that only a slice of their scores is there at once."""
-    dropped: frozenset[int] = frozenset()
-    """Values that forward lets go and backward makes again."""
+    stall: float = 0.0
+    """Seconds, of those predicted, that the step stands still for transfers from and to tiers."""
+    moved: int = 0
+    """Bytes that a step puts into tiers."""
+    choice: Choice = KEEP_EVERYTHING
+    """What forward lets go, and how backward has it again."""
 
 
 def keep_everything(graph: Graph, workspace: Workspace, *, outputs_outlive: bool = True) -> Plan:

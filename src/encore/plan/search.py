@@ -1,23 +1,29 @@
 """From one step to all its plans: the Pareto set of peak against time, found by going downhill from several starts.
 
-Each move drops one role (or every second value of it, or a role with the heavy values that only it would keep alive)
-and is judged by what it takes off the peak where the peak now is, per second it costs. The best move by that account is
-tried in outline; it stays if the peak falls. Starts are the kept step and what the strategies propose: from a step cut
-into blocks the search reaches peaks that no sequence of single drops leads to. Afterwards each plan is relieved of
-drops that its peak does not need. The budget only picks from the set, so a larger one never gets a slower plan.
-Where there are only a few feature maps, every choice is tried instead.
+Each move drops one role (or every second value of it, or a role with the heavy values that only it would keep alive),
+or puts a stand-in in its place, and is judged by what it takes off the peak where the peak now is, per second it costs.
+The best move by that account is tried in outline; it stays if the peak falls. Starts are the kept step, the steps in
+which all that can be is stood in for, in memory or in tiers, and what the strategies propose: from a step cut into
+blocks the search reaches peaks that no sequence of single drops leads to. A search also goes on from what others have
+found with fewer methods. Afterwards each plan is relieved of drops that its peak does not need, or that a stand-in
+serves faster. The budget only picks from the set, so a larger one never gets a slower plan. Where there are only a few
+feature maps, every choice is tried instead.
 
 Nothing here depends on the clock: the same graph and the same costs give the same plans.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from encore.plan.roles import roles
 from encore.plan.sketch import Outline, Sketch
+from encore.plan.stand_ins import Offload, StandIn, Stash
+from encore.schedule import Choice
 
 TRIES = 10
 """Moves that are tried at one place before the search takes it for the bottom."""
@@ -29,8 +35,8 @@ WORTH_PARTS = 0.04
 """Share of the kept peak that a move must take off for its parts to be looked at."""
 SAMPLE = 8
 """Values of a role that stand for all of it when a move is judged."""
-EVERY_CHOICE = 9
-"""Values up to which every choice of them is tried: 512 outlines of a small graph take some 20 ms."""
+EVERY_CHOICE = 512
+"""Choices up to which all of them are tried: so many outlines of a small graph take some 20 ms."""
 MOST_OUTLINES = 400
 EVALUATED_OPS = 1_000_000
 """Outlines are limited so that graphs of ten thousand operators are planned in a few seconds."""
@@ -44,33 +50,70 @@ class _Move:
 
 
 class Search:
-    def __init__(self, sketch: Sketch) -> None:
+    def __init__(self, sketch: Sketch, narrower: Sequence[Search] = ()) -> None:
+        """`narrower` are searches of the same step, done before with fewer methods: this one goes on from there."""
         self.sketch = sketch
+        self.narrower = narrower
         least = SMALLEST * int(sketch.profile.max())
         self.groups = [
             group
             for group in roles(sketch.graph, sketch.droppable - sketch.melting)
             if sum(sketch.size[value] for value in group) >= least
         ]
+        self.ways = _ways(sketch)
+        """By value: the numbers of what may stand in for it."""
+        self.stand_ins = [
+            numbers for numbers in self._by_role() if sum(self._saved_by(number) for number in numbers) >= least
+        ]
+        """Stand-ins of one kind, a role each."""
         self.found: dict[frozenset[int], Outline] = {}
+        for search in narrower:
+            self.found.update(search.outlines_for(sketch))
         self.left = max(60, min(MOST_OUTLINES, EVALUATED_OPS // max(1, len(sketch.graph.ops))))
         self.kept = self.outline(frozenset())
 
-    def outline(self, dropped: frozenset[int]) -> Outline:
-        if dropped not in self.found:
+    def _by_role(self) -> Iterator[tuple[int, ...]]:
+        """The stand-ins of all values of a role, one kind after the other."""
+        for group in roles(self.sketch.graph, self.ways):
+            kinds: dict[str, list[int]] = {}
+            for value in group:
+                for number in self.ways[value]:
+                    kinds.setdefault(self._stand_in(number).label, []).append(number)
+            yield from (tuple(numbers) for numbers in kinds.values())
+
+    def _stand_in(self, number: int) -> StandIn:
+        found = self.sketch.stand_in(number)
+        assert found is not None
+        return found
+
+    def _saved_by(self, number: int) -> int:
+        """Bytes that a stand-in takes less than what it stands for."""
+        one = self._stand_in(number)
+        if isinstance(one, Stash):
+            return sum(self.sketch.size[value] - size for value, size in one.shrunk)
+        return self.sketch.size[one.value] - one.held
+
+    def outline(self, chosen: frozenset[int]) -> Outline:
+        if chosen not in self.found:
             self.left -= 1
-            self.found[dropped] = self.sketch.outline(dropped)
-        return self.found[dropped]
+            self.found[chosen] = self.sketch.outline(chosen)
+        return self.found[chosen]
 
     def run(self, starts: Iterable[frozenset[int]]) -> list[Outline]:
-        """The plans worth having, from the fastest to the smallest."""
-        values = sorted(self.sketch.droppable - self.sketch.melting)
-        if len(values) <= EVERY_CHOICE:
-            for size in range(1, len(values) + 1):
-                for choice in itertools.combinations(values, size):
-                    self.outline(frozenset(choice))
+        """The plans worth having, from the fastest to the smallest; `starts` are choices by number."""
+        options = self._options()
+        if math.prod(map(len, options)) <= EVERY_CHOICE:
+            for choice in itertools.product(*options):
+                self.outline(frozenset(itertools.chain.from_iterable(choice)))
             return self.pareto()
-        begun = [self.kept, *(self.outline(start & self.sketch.droppable) for start in starts)]
+        begun = [self.kept, *(self.outline(start) for start in starts)]
+        for search in self.narrower:
+            outlines = [self.outline(self.sketch.numbers(*search.meant(outline))) for outline in search.pareto()]
+            begun.append(outlines[-1])
+        for moved in (True, False):
+            everything = self._everything_stood_in_for(moved=moved)
+            if self.stand_ins and everything:
+                begun.insert(1, self.outline(everything))
         share = self.left // (len(begun) + 1)
         for outline in begun:
             self._descend(outline, until=self.left - share)
@@ -78,20 +121,70 @@ class Search:
             self._relieve(outline)
         return self.pareto()
 
+    def _options(self) -> list[list[tuple[int, ...]]]:
+        """For every value that could go: to keep it, or one of the numbers by which it goes."""
+        droppable = self.sketch.droppable - self.sketch.melting
+        return [
+            [(), *([(value,)] if value in droppable else []), *((number,) for number in self.ways.get(value, ()))]
+            for value in sorted(droppable.union(self.ways))
+        ]
+
+    def _everything_stood_in_for(self, *, moved: bool) -> frozenset[int]:
+        """The smallest stand-in of every value that has one: in memory, or moved to a tier."""
+        ways = (
+            [number for number in numbers if isinstance(self._stand_in(number), Offload) is moved]
+            for numbers in self.ways.values()
+        )
+        return frozenset(
+            max(numbers, key=lambda number: (self._saved_by(number), -number)) for numbers in ways if numbers
+        )
+
+    def _with(self, chosen: frozenset[int], more: frozenset[int]) -> frozenset[int]:
+        """A choice with more in it: one value has one fate, and the latest counts."""
+        if not self.sketch.stand_ins:
+            return chosen | more
+        decided = {target for number in more for target in self._targets(number)}
+        return more.union(number for number in chosen if decided.isdisjoint(self._targets(number)))
+
+    def _targets(self, number: int) -> tuple[int, ...]:
+        one = self.sketch.stand_in(number)
+        return (number,) if one is None else one.targets
+
+    def outlines_for(self, sketch: Sketch) -> dict[frozenset[int], Outline]:
+        """What was found here, by the numbers of a sketch on which there is more to choose from."""
+        if self.sketch.droppable != sketch.droppable:  # values that are made again on the way differ
+            return {}
+        number_of = {one: number for number, one in enumerate(sketch.stand_ins, sketch.first_stand_in)}
+        renumbered = {
+            number: number_of.get(one) for number, one in enumerate(self.sketch.stand_ins, self.sketch.first_stand_in)
+        }
+        found = {}
+        for outline in self.found.values():
+            numbers = [renumbered.get(number, number) for number in outline.chosen]
+            chosen = frozenset(number for number in numbers if number is not None)
+            if len(chosen) == len(numbers):
+                found[chosen] = dataclasses.replace(outline, chosen=chosen)
+        return found
+
+    def meant(self, outline: Outline) -> tuple[list[int], list[StandIn]]:
+        """The values that an outline recomputes, and its stand-ins."""
+        stand_ins = [one for number in outline.chosen if (one := self.sketch.stand_in(number)) is not None]
+        return [number for number in outline.chosen if number < self.sketch.first_stand_in], stand_ins
+
     def pareto(self) -> list[Outline]:
         best: list[Outline] = []
-        for outline in sorted(self.found.values(), key=lambda one: (one.seconds, one.peak, len(one.dropped))):
+        for outline in sorted(self.found.values(), key=lambda one: (one.seconds, one.peak, len(one.chosen))):
             if not best or outline.peak < best[-1].peak:
                 best.append(outline)
         return best
 
     def within_reach(self, margin: float) -> list[Outline]:
         """What would be worth having if outlines were off by this margin, the fastest first; one of every plan."""
-        reached: dict[frozenset[int], Outline] = {}
+        reached: dict[Choice, Outline] = {}
         lowest = float("inf")
-        for outline in sorted(self.found.values(), key=lambda one: (one.seconds, one.peak, len(one.dropped))):
+        for outline in sorted(self.found.values(), key=lambda one: (one.seconds, one.peak, len(one.chosen))):
             if outline.peak < margin * lowest:
-                reached.setdefault(outline.again, outline)
+                reached.setdefault(outline.choice, outline)
             lowest = min(lowest, outline.peak)
         return list(reached.values())
 
@@ -101,7 +194,7 @@ class Search:
         useless: set[frozenset[int]] = set()
         while self.left > until:
             for move in self._moves(outline, useless)[:TRIES]:
-                lower = self.outline(outline.dropped | move.values)
+                lower = self.outline(self._with(outline.chosen, move.values))
                 if lower.peak <= (1 - SMALLEST) * outline.peak:
                     self._look_between(outline, lower, move)
                     outline = lower
@@ -119,15 +212,17 @@ class Search:
         for part in PARTS:
             some = frozenset(ordered[: int(part * len(ordered))])
             if some:
-                self.outline(above.dropped | some)
+                self.outline(self._with(above.chosen, some))
 
     def _moves(self, outline: Outline, useless: set[frozenset[int]]) -> list[_Move]:
         """Every role that is alive at the worst moment, the most bytes a second first."""
         moves = [move for group in self.groups for move in self._drops(outline, group) if move.values not in useless]
+        for numbers in self.stand_ins:
+            moves += (move for move in self._replacements(outline, numbers) if move.values not in useless)
         return sorted(moves, key=lambda move: (-move.gain / (move.cost + 1e-7), min(move.values)))
 
     def _drops(self, outline: Outline, group: Sequence[int]) -> Iterator[_Move]:
-        fresh = frozenset(value for value in group if value not in outline.dropped)
+        fresh = frozenset(value for value in group if value not in outline.chosen)
         if not fresh:
             return
         halves = [frozenset(sorted(fresh)[start::2]) for start in (0, 1)] if len(fresh) > 1 else []
@@ -135,6 +230,20 @@ class Search:
             gain, cost = self._account(outline, values)
             if gain > 0:
                 yield _Move(values, gain, cost)
+
+    def _replacements(self, outline: Outline, numbers: Sequence[int]) -> Iterator[_Move]:
+        """The stand-ins of one role, or every second of them."""
+        fresh = frozenset(number for number in numbers if number not in outline.chosen)
+        halves = [frozenset(sorted(fresh)[start::2]) for start in (0, 1)] if len(fresh) > 1 else []
+        for some in (fresh, *halves):
+            gain, cost = 0, 0.0
+            for number in some:
+                one = self._stand_in(number)
+                if any(self._alive(outline, value) for value in one.targets):
+                    gain += self._saved_by(number)
+                cost += one.seconds
+            if gain > 0:
+                yield _Move(some, gain, cost)
 
     def _account(self, outline: Outline, values: frozenset[int]) -> tuple[int, float]:
         """Bytes at the worst moment that dropping takes away, less those that it keeps alive instead; its seconds."""
@@ -145,6 +254,8 @@ class Search:
         for value in sample:
             if self._alive(outline, value):
                 gain += sketch.size[value]
+            elif value in outline.encodings and sketch.made_at[value] <= worst:
+                gain += outline.encodings[value].held
             cost += sketch.cost[value]
             pending = list(sketch.inputs[value])
             seen = set()
@@ -154,7 +265,9 @@ class Search:
                     continue
                 seen.add(source)
                 again = source in values
-                if again or source in outline.dropped or source in sketch.melting:
+                if not again and source in outline.encodings:
+                    cost += outline.encodings[source].restore
+                elif again or source in outline.chosen or source in sketch.melting:
                     if not again:
                         cost += sketch.melted[source] if sketch.light[source] else sketch.cost[source]
                     if not sketch.heavy[source]:
@@ -174,6 +287,8 @@ class Search:
             source = pending.pop()
             if source in taken or source not in sketch.droppable or source in outline.last_use:
                 continue
+            if source in outline.encodings:
+                continue
             taken.add(source)
             pending += sketch.inputs[source]
         return frozenset(taken - sketch.melting)
@@ -185,14 +300,39 @@ class Search:
     # -- back up -----------------------------------------------------------------------------------------------------
 
     def _relieve(self, outline: Outline) -> None:
-        """Keep again what the peak does not need dropped, the dearest first."""
+        """Keep again what the peak does not need gone, the dearest first; else let a stand-in serve it faster."""
+        groups = [*self.groups, *self.stand_ins]
         costly = sorted(
-            (group for group in self.groups if outline.dropped.intersection(group)),
-            key=lambda group: -sum(self.sketch.cost[value] for value in group if value in outline.dropped),
+            (group for group in groups if outline.chosen.intersection(group)),
+            key=lambda group: -sum(self._cost(number) for number in group if number in outline.chosen),
         )
         for group in costly[:TRIES]:
-            if self.left <= 0:
-                return
-            fewer = self.outline(outline.dropped - frozenset(group))
-            if fewer.peak <= outline.peak and fewer.seconds < outline.seconds:
-                outline = fewer
+            gone = outline.chosen.intersection(group)
+            for instead in (frozenset[int](), *self._others(group, gone)):
+                if self.left <= 0:
+                    return
+                other = self.outline(self._with(outline.chosen - gone, instead))
+                if other.peak <= outline.peak and other.seconds < outline.seconds:
+                    outline = other
+                    break
+
+    def _cost(self, number: int) -> float:
+        one = self.sketch.stand_in(number)
+        return self.sketch.cost[number] if one is None else one.seconds
+
+    def _others(self, group: Sequence[int], gone: frozenset[int]) -> list[frozenset[int]]:
+        """What else could stand in for these: for all of them, one kind each."""
+        kinds: dict[str, set[int]] = {}
+        values = {target for number in gone for target in self._targets(number)}
+        for value in values:
+            for number in self.ways.get(value, ()):
+                kinds.setdefault(self._stand_in(number).label, set()).add(number)
+        return [frozenset(numbers) for numbers in kinds.values() if not numbers <= gone]
+
+
+def _ways(sketch: Sketch) -> dict[int, list[int]]:
+    """By value: the numbers of what may stand in for it."""
+    ways: dict[int, list[int]] = {}
+    for number, one in enumerate(sketch.stand_ins, sketch.first_stand_in):
+        ways.setdefault(one.targets[0], []).append(number)
+    return ways

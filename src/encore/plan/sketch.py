@@ -1,33 +1,31 @@
-"""A plan in outline: what a step holds and costs if some of its feature maps are recomputed, in milliseconds.
+"""A plan in outline: what a step holds and costs if some of its feature maps are not kept, in milliseconds.
 
 The search asks this hundreds of times, so nothing is built: the kept step is simulated once, and for every choice only
 the lifetimes that change are moved about on its profile. Positions are the operators and kernels of the kept schedule,
 forward then backward. Chains of cheap operators that end in a kernel melt into it: they cost little and allocate
 nothing. What comes out is close, not exact; a plan that is chosen is built and simulated in full.
+
+A choice is a set of numbers, so that the search can add and take away. A value's own number says that it is recomputed;
+numbers from `first_stand_in` on are the stand-ins that are on offer: a code in a value's place, a place in a tier, or a
+recurrent operator that keeps less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy as shallow_copy
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from encore.graph import Graph, Op, OpClass
+from encore.graph import Op, OpClass
 from encore.graph.ops import is_fusible
-from encore.schedule import Fused, Run, Schedule, Timeline
+from encore.plan.stand_ins import Encoding, Offload, Seconds, StandIn, Stash
+from encore.schedule import Choice, Fused, Run, Schedule, Timeline
 from encore.schedule.normalised import FROM_STATISTICS
 from encore.schedule.recompute import PATIENCE, PATIENCE_WITHOUT_KERNELS, owners, recomputable
-
-
-class Seconds(Protocol):
-    """What things cost: `encore.cost.Seconds`."""
-
-    def __call__(self, graph: Graph, op: Op | Fused, over: int | None = None) -> float: ...
-
-    def inside(self, graph: Graph, op: Op) -> float: ...
-
+from encore.schedule.transfers import Bytes, Transfer, place_loads, place_stores
 
 _Asked = tuple[int, bool, bool]
 """A value, whether it could melt into the kernel that asks for it, and whether that is backward's own."""
@@ -40,10 +38,10 @@ MELTED = 0.35
 class Outline:
     """What one choice comes to."""
 
-    dropped: frozenset[int]
-    """The values that were chosen to be recomputed."""
-    again: frozenset[int]
-    """All that is recomputed for it: the cheap values on the way, too."""
+    chosen: frozenset[int]
+    """What was chosen, by number: values to recompute, and stand-ins."""
+    choice: Choice
+    """What comes of it: with the cheap values that are recomputed on the way, without codes that nobody reads."""
     peak: int
     seconds: float
     """Extra time over the kept step."""
@@ -51,6 +49,8 @@ class Outline:
     """Position of the worst moment."""
     last_use: dict[int, int]
     """Position after which each kept value is free."""
+    encodings: Mapping[int, Encoding | Offload]
+    """By value: the code in its place, or the tier that has it."""
 
 
 class Sketch:
@@ -71,7 +71,9 @@ class Sketch:
         ]
         self.first_backward = sum(phase == "forward" for phase, _, _ in items)
         self.profile = np.array([peak for _, _, peak in items] + [timeline.moments[-1].peak], dtype=np.int64)
-        actions = [action for _, action, _ in items]
+        actions = self.actions = [action for _, action, _ in items]
+        self.position_of = {action.op: place for place, action in enumerate(actions) if isinstance(action, Run)}
+        """Of the operators that are not in a kernel."""
         self._read_forward(actions[: self.first_backward])
         self._read_backward(actions[self.first_backward :])
         self.droppable = {value for value in recomputable(self.graph) - frozenset(frozen) if value in self.made_at}
@@ -83,9 +85,55 @@ class Sketch:
             value for value in self.droppable - self.saved if self._maker(value).kind is OpClass.CHEAP
         )
         """Cheap values that nobody keeps as it is: if a chain passes through them, they are recomputed too."""
+        self.first_stand_in = len(self.graph.values)
+        self.stand_ins: tuple[StandIn, ...] = ()
+
+    def for_choices(self, *, recompute: bool) -> Sketch:
+        """The same step, to put stand-ins on offer beside recomputation, or alone."""
+        other = shallow_copy(self)
+        if not recompute:
+            other.droppable, other.melting = set(), frozenset()
+        return other
+
+    def offers_more_than(self, others: Iterable[Sketch]) -> bool:
+        """Is there something to choose here that there is on none of these?"""
+        mine = (self.droppable, set(self.stand_ins))
+        return any(mine) and all(mine != (other.droppable, set(other.stand_ins)) for other in others)
+
+    def put_on_offer(self, stand_ins: Sequence[StandIn]) -> None:
+        """What may be held in a value's place."""
+        self.stand_ins = tuple(stand_ins)
+
+    @functools.cached_property
+    def durations(self) -> list[float]:
+        """Seconds at every position."""
+        return [
+            self.seconds(self.graph, action if isinstance(action, Fused) else self.graph.ops[action.op])
+            for action in self.actions
+        ]
+
+    def numbers(self, values: Iterable[int], stand_ins: Iterable[StandIn] = ()) -> frozenset[int]:
+        """A choice of such values to recompute, and of stand-ins, by number: of what there is to choose from here."""
+        chosen = {value for value in values if value in self.droppable}
+        wanted = set(stand_ins)
+        chosen.update(number for number, one in enumerate(self.stand_ins, self.first_stand_in) if one in wanted)
+        return frozenset(chosen)
+
+    def stand_in(self, number: int) -> StandIn | None:
+        """What a number of a choice stands for; None for a value that is recomputed."""
+        return self.stand_ins[number - self.first_stand_in] if number >= self.first_stand_in else None
+
+    @property
+    def candidates(self) -> frozenset[int]:
+        """Values that a step keeps, or would keep instead of what is made from them."""
+        return frozenset(self.saved | (self.droppable - self.melting))
 
     def _is_view(self, action: Fused | Run) -> bool:
         return isinstance(action, Run) and self.graph.ops[action.op].kind is OpClass.VIEW
+
+    def _over(self, action: Run) -> list[tuple[int, int]]:
+        (result, *_) = self.graph.ops[action.op].writes
+        return [] if action.over is None or result is None else [(result, action.over)]
 
     def _maker(self, value: int) -> Op:
         maker = self.graph.producer(value)
@@ -110,6 +158,12 @@ class Sketch:
                             self.made_at[written] = self.last_forward[written] = position
             written_out = action.writes if isinstance(action, Fused) else self.graph.ops[action.op].writes
             self.allocated.update(value for value in written_out if value is not None)
+        self.overwritten_by = {
+            operand: result
+            for action in actions
+            for result, operand in (action.over if isinstance(action, Fused) else self._over(action))
+        }
+        """Values whose memory forward gives to a result made from them; backward does so with their copies."""
         self.inputs = {
             value: tuple(dict.fromkeys(self.owner.get(read, read) for read in self._maker(value).reads))
             for value in self.made_at
@@ -138,7 +192,7 @@ class Sketch:
             light = isinstance(action, Fused) or (self.fused and is_fusible(self.graph.ops[action.op].target))
             if owners_read:
                 self.reads.append((position, barriers, [(owner, light, True) for owner in reversed(owners_read)]))
-            barriers += not light
+            barriers += not light and any(self.graph.ops[number].reads for number in ops)
 
     def _cost(self) -> None:
         """Seconds to make a value again: by itself, and inside of a kernel that runs anyway."""
@@ -168,11 +222,16 @@ class Sketch:
 
     # -- one choice --------------------------------------------------------------------------------------------------
 
-    def outline(self, dropped: Iterable[int]) -> Outline:
-        """What it comes to if backward makes the `dropped` values again, and cheap values on the way to them."""
-        chosen = frozenset(dropped)
-        recomputation = _Recomputation(self, chosen | self.melting)
-        change, last_use = recomputation.change, recomputation.last_use
+    def outline(self, numbers: Iterable[int]) -> Outline:
+        """What a choice comes to. Cheap values on the way to those that are recomputed are recomputed, too."""
+        chosen = frozenset(numbers)
+        encodings, stashes = self._stand_ins_of(chosen)
+        gone = chosen | self.melting
+        if encodings or stashes:
+            values = (number for number in gone if number < self.first_stand_in)
+            gone = frozenset((*values, *encodings)).difference(*(stash.targets for stash in stashes))
+        walk = _Recomputation(self, gone, encodings)
+        change, last_use = walk.change, walk.last_use
         for value, last in last_use.items():
             if value in self.saved or value not in self.allocated:
                 self._lay(change, value, self.made_at[value], last)
@@ -181,18 +240,89 @@ class Sketch:
         for value in self.saved:
             if value not in last_use and not (self.light[value] and self.last_forward[value] == self.made_at[value]):
                 self._lay(change, value, self.made_at[value], self.last_forward[value])
-        profile = self.profile + np.cumsum(change[:-1]) + recomputation.spikes
+        seconds = walk.seconds
+        for value, encoding in walk.decoded.items():
+            self._lay_code(change, value, encoding, walk.copies[value][0])
+            seconds += encoding.make
+        for stash in stashes:
+            self._lay_stash(change, walk.spikes, stash, last_use)
+            seconds += stash.seconds
+        profile = self.profile + np.cumsum(change[:-1]) + walk.spikes
         worst = int(profile.argmax())
+        moved = [one for one in walk.decoded.values() if isinstance(one, Offload)]
+        if moved:
+            seconds += self._transfers(
+                profile[worst] - profile, moved, {one.value: walk.copies[one.value][0] for one in moved}
+            )
         return Outline(
-            chosen, frozenset(recomputation.copies), int(profile[worst]), recomputation.seconds, worst, last_use
+            chosen,
+            Choice(
+                recompute=frozenset(walk.copies).difference(encodings),
+                encode=frozenset(code.encoded for one in walk.decoded.values() if (code := _code_of(one)) is not None),
+                stash=frozenset(stash.stashed for stash in stashes),
+                offload=frozenset(one.offloaded for one in moved),
+            ),
+            int(profile[worst]),
+            seconds,
+            worst,
+            last_use,
+            walk.decoded,
         )
+
+    def _transfers(self, room: Bytes, moved: Sequence[Offload], needed_at: Mapping[int, int]) -> float:
+        """Seconds by which the step takes longer if these leave it and come back within its peak."""
+        start = self.first_backward
+        depth, pace = min(one.link.depth for one in moved), min(one.link.pace for one in moved)
+        stores = [
+            Transfer(self.last_forward[one.value] + 1, one.size, one.link.store_seconds(one.size)) for one in moved
+        ]
+        loads = [Transfer(needed_at[one.value] - start, one.size, one.link.load_seconds(one.size)) for one in moved]
+        stores.sort(key=lambda transfer: transfer.place)
+        loads.sort(key=lambda transfer: transfer.place)
+        _, *out = place_stores(room[:start], self.durations[:start], stores, depth, pace)
+        _, *back = place_loads(room[start:-1], self.durations[start:], loads, depth, pace)
+        return sum(out) + sum(back)
+
+    def _stand_ins_of(self, chosen: frozenset[int]) -> tuple[dict[int, Encoding | Offload], list[Stash]]:
+        encodings: dict[int, Encoding | Offload] = {}
+        stashes: list[Stash] = []
+        if self.stand_ins:
+            for number in chosen:
+                one = self.stand_in(number)
+                if isinstance(one, Encoding | Offload):
+                    encodings[one.value] = one
+                elif one is not None:
+                    stashes.append(one)
+        return encodings, stashes
+
+    def _lay_code(self, change: list[int], value: int, encoding: Encoding | Offload, last: int) -> None:
+        """A code is made when forward is done with the value, which is in memory until then."""
+        done = self.last_forward[value]
+        change[done] += encoding.held
+        change[last + 1] -= encoding.held
+        inside_a_kernel = self.light[value] and done == self.made_at[value]
+        if value not in self.allocated or (value in self.saved and inside_a_kernel):
+            self._lay(change, value, self.made_at[value], done)
+
+    def _lay_stash(self, change: list[int], spikes: list[int], stash: Stash, last_use: Mapping[int, int]) -> None:
+        for value, size in stash.shrunk:
+            last = last_use.get(value, self.last_forward[value])
+            change[self.made_at[value]] += size - self.size[value]
+            change[last + 1] -= size - self.size[value]
+        for op, size in stash.aside:
+            spikes[self.position_of[op]] += size
+
+
+def _code_of(one: Encoding | Offload) -> Encoding | None:
+    return one.encoding if isinstance(one, Offload) else one
 
 
 class _Recomputation:
     """Walks backward once and follows what is made again."""
 
-    def __init__(self, sketch: Sketch, again: frozenset[int]) -> None:
+    def __init__(self, sketch: Sketch, again: frozenset[int], encodings: Mapping[int, Encoding | Offload]) -> None:
         self.sketch = sketch
+        self.encodings = encodings
         self.change = [0] * (len(sketch.profile) + 1)
         self.spikes = [0] * len(sketch.profile)
         self.last_use: dict[int, int] = {}
@@ -201,11 +331,13 @@ class _Recomputation:
         """Value -> first position, last position, barriers at its last use, whether it has memory, whether backward
         itself asked for it."""
         self._walk(again)
+        self.decoded = {value: encodings[value] for value in self.copies if value in encodings}
         for value, copy in self.copies.items():
             self._let_go(value, copy)
-            for source, _, _ in sketch.asks[value]:
-                if source not in again and self.last_use.get(source, -1) < copy[0]:
-                    self.last_use[source] = copy[0]
+            if value not in encodings:
+                for source, _, _ in sketch.asks[value]:
+                    if source not in again and self.last_use.get(source, -1) < copy[0]:
+                        self.last_use[source] = copy[0]
 
     def _walk(self, again: frozenset[int]) -> None:
         """One loop over all that is asked for: it goes round a million times a search."""
@@ -213,6 +345,11 @@ class _Recomputation:
         heavy, light, melted, cost = sketch.heavy, sketch.light, sketch.melted, sketch.cost
         patience = sketch.patience
         asks = {value: [ask for ask in sketch.asks[value] if ask[0] in again] for value in again}
+        if self.encodings:  # made again by their decoders, which read nothing but the code, or loaded and held
+            held = {value: _code_of(one) is None for value, one in self.encodings.items()}
+            heavy, light = {**heavy, **held}, {**light, **dict.fromkeys(held, False)}
+            cost = {**cost, **{value: encoding.restore for value, encoding in self.encodings.items()}}
+            asks.update((value, []) for value in self.encodings)
         for position, barriers, asked in sketch.reads:
             pending = [ask for ask in asked if ask[0] in again]
             if len(pending) < len(asked):
@@ -233,9 +370,16 @@ class _Recomputation:
 
     def _let_go(self, value: int, copy: list[int]) -> None:
         first, last, _, material, direct = copy
+        if last == first and not direct and self._is_written_over(value, first):
+            return
         if last > first or (material and (direct or self.sketch.heavy[value])):
             size = self.sketch.size[value]
             self.change[first] += size
             self.change[last + 1] -= size
         elif material:  # on the way to something else: there for a moment only
             self.spikes[first] = max(self.spikes[first], self.sketch.size[value])
+
+    def _is_written_over(self, value: int, position: int) -> bool:
+        """Does its copy become that of a result, made from it at once, which has memory?"""
+        copy = self.copies.get(self.sketch.overwritten_by.get(value, -1))
+        return copy is not None and copy[0] == position and bool(copy[3])

@@ -29,13 +29,34 @@ class Fused:
 
 
 @dataclass(frozen=True, slots=True)
+class Store:
+    """Begin operator `op`, which puts its operand into a tier. The operand must stay as it is until a `Wait`."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Begin operator `op`, which brings a value back from a tier: it has memory now, and its bytes at a `Wait`."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait until the transfer that operator `op` began is over."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
 class Free:
     """Forget `value`: its memory goes back once no other name looks at it."""
 
     value: int
 
 
-Action = Run | Fused | Free
+Action = Run | Fused | Store | Load | Wait | Free
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +88,8 @@ class Schedule:
             over = "".join(f", {names[new].name} over {names[old].name}" for new, old in action.over)
             return f"fuse [{inside}] -> {left}{over}"
         op = self.graph.ops[action.op]
+        if not isinstance(action, Run):
+            return f"{type(action).__name__.lower()} {op.name}"
         operands = ", ".join(names[value].name for value in op.reads)
         over = "" if action.over is None else f" over {names[action.over].name}"
         return f"run {op.name}({operands}){over}"

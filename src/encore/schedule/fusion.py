@@ -6,7 +6,8 @@ where the operand begins moves into the kernel, one that begins elsewhere is tak
 from time step to time step, must not tell kernels apart), and a view of a result is taken again outside where somebody
 outside reads it.
 
-A draw that reads nothing of the run steps in front of it; nothing else changes its place.
+A draw or a load that reads nothing of the run steps in front of it, and an encoder or a store, whose result nobody
+reads before backward, waits until it is over; nothing else changes its place.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from encore.graph import Graph, Op, OpClass
-from encore.graph.ops import is_fusible
+from encore.graph.ops import is_codec, is_fusible
+from encore.graph.tier_ops import LoadFrom, StoreTo
 from encore.graph.values import is_contiguous
 from encore.schedule.actions import Action, Fused, Run, Schedule
 from encore.schedule.kernel import Group, is_describable
@@ -135,19 +137,31 @@ class _Grouping:
 
     def items(self) -> list[Item]:
         run: list[Op] = []
+        late: list[Op] = []
         made: set[int] = set()
         for op in self.ops:
             if (op.kind is OpClass.VIEW and len(op.reads) == 1) or self._fits(op):
                 run.append(op)
                 made.update(value for value in op.writes if value is not None)
-            elif op.kind is OpClass.RANDOM and not made.intersection(op.reads):
+            elif self._goes_ahead(op) and not made.intersection(op.reads):
                 self.out.append(op)
+            elif run and (isinstance(op.target, StoreTo) or self._is_unread_code(op)):
+                late.append(op)
             else:
                 self._close(run)
-                self.out.append(op)
-                run, made = [], set()
+                self.out += (*late, op)
+                run, late, made = [], [], set()
         self._close(run)
+        self.out += late
         return self.out
+
+    def _goes_ahead(self, op: Op) -> bool:
+        return op.kind is OpClass.RANDOM or isinstance(op.target, LoadFrom)
+
+    def _is_unread_code(self, op: Op) -> bool:
+        """Is it an encoder whose code nobody reads here, but for the store that follows it?"""
+        readers = {reader for value in op.writes if value is not None for reader in self.readers.get(value, ())}
+        return is_codec(op.target) and all(isinstance(self.graph.ops[reader].target, StoreTo) for reader in readers)
 
     def _fits(self, op: Op) -> bool:
         """Can a kernel hold this operator?"""

@@ -2,19 +2,25 @@
 
 Forward operators keep their order. Backward operators that wait for a tangent keep theirs too; whatever else backward
 needs (a transposed weight, `1 - y` of a sigmoid) runs right before its first reader, since running it early would
-only hold memory. Of the values that cross, the owner of the memory is saved and its views are taken again in
-backward: a view costs a microsecond and no bytes.
+only hold memory. Signs that a pass has taken of a map run where they were put, since the map goes then. Of the values
+that cross, the owner of the memory is saved and its views are taken again in backward: a view costs a microsecond and
+no bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import SIDE_EFFECTS
 from encore.schedule.actions import Action, Free, Fused, Run, Schedule
 from encore.schedule.kernel import Group, describe_kernel
 from encore.schedule.reuse import write_over_dying
+
+SMALLER = frozenset({torch.ops.encore.encode_sign.default})
+"""What backward makes of a larger value so that this can go."""
 
 
 def schedule_step(graph: Graph) -> Schedule:
@@ -61,7 +67,7 @@ def order_backward(graph: Graph) -> tuple[list[Op], tuple[int, ...]]:
 
     waiting = set(graph.tangents)
     for op in graph.ops:
-        if not op.forward and (waiting.intersection(op.reads) or op.kind in SIDE_EFFECTS):
+        if not op.forward and (waiting.intersection(op.reads) or op.kind in SIDE_EFFECTS or op.target in SMALLER):
             waiting.update(value for value in op.writes if value is not None)
             provide(op.reads)
             order.append(op)

@@ -1,26 +1,33 @@
-"""The graph of a step that does not keep some of its feature maps: backward computes them again where it needs them.
+"""The graph of a step that does not keep some of its feature maps: backward computes them again, decodes them, or loads
+them from a tier, where it needs them.
 
 Recomputation is written down as operators of backward: copies of forward's that read what forward kept, or each other.
 A copy waits for no tangent, so `schedule/order.py` runs it right before its first reader; its memory goes back after
-its last. Every other pass, the simulator and the replayer see plain operators.
+its last. An encoded value is one more operator of forward, after its last reader there, and its copies are made by the
+decoder; so is one that leaves for a tier, whose copy is made by a load. Every other pass, the simulator and the
+replayer see plain operators.
 
 One copy is not always enough. A cheap value that is read again much later is copied again: holding it would cost memory
-for the sake of a few microseconds. What a heavy operator made is held until its last reader.
+for the sake of a few microseconds. What a heavy operator made, or a load, is held until its last reader.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 
+from encore.codecs import CODECS
 from encore.graph import Graph, Op, OpClass, Storage, Value
 from encore.graph.ops import DRAWS_BY_SHAPE, classify, is_fusible
 from encore.graph.random_ops import DrawAgain, DrawState
+from encore.graph.tier_ops import TOKEN_BYTES, TOKEN_DTYPE, LoadFrom, StoreTo
 from encore.graph.values import Ref, block_bytes, contiguous_strides, map_refs, refs
+from encore.schedule.choice import Encoded, Offloaded
 from encore.schedule.normalised import FROM_STATISTICS, Normalised, is_training_batch_norm
 from encore.schedule.order import order_backward
 
@@ -42,19 +49,31 @@ def recomputable(graph: Graph) -> frozenset[int]:
     operands are what they were: new contents of inputs and buffers are copied over the old ones before backward runs.
     """
     changing = _changing_storages(graph)
+    ours = owned(graph)
+    return frozenset(
+        value
+        for op in graph.ops
+        if op.forward and op.kind is not OpClass.VIEW and _can_run_again(graph, op, changing)
+        for value in _made_again(op)
+        if value in ours
+    )
+
+
+def owned(graph: Graph) -> frozenset[int]:
+    """What forward makes in memory that is its own: of nobody outside, never written to again, of one owner."""
     leaving = {graph.values[value].storage for value in (*graph.outputs, *graph.gradients) if value is not None}
-    made = [op for op in graph.ops if op.forward and op.kind is not OpClass.VIEW]
-    owners_of = Counter(graph.values[value].storage for op in made for value in op.writes if value is not None)
-    foreign = graph.external | leaving | changing
-    found = []
-    for op in made:
-        if not _can_run_again(graph, op, changing):
-            continue
-        for value in _made_again(op):
-            storage = None if value is None else graph.values[value].storage
-            if value is not None and storage is not None and storage not in foreign and owners_of[storage] == 1:
-                found.append(value)
-    return frozenset(found)
+    foreign = graph.external | leaving | _changing_storages(graph) | {None}
+    made = [
+        value
+        for op in graph.ops
+        if op.forward and op.kind is not OpClass.VIEW
+        for value in op.writes
+        if value is not None
+    ]
+    owners_of = Counter(graph.values[value].storage for value in made)
+    return frozenset(
+        value for value in made if (storage := graph.values[value].storage) not in foreign and owners_of[storage] == 1
+    )
 
 
 def made_by(graph: Graph, names: Collection[str]) -> frozenset[int]:
@@ -89,21 +108,42 @@ def _changing_storages(graph: Graph) -> set[int]:
     return {storage for value in written if (storage := graph.values[value].storage) is not None}
 
 
-def recompute(graph: Graph, dropped: Collection[int], *, exact: bool) -> Graph:
-    """The graph in which backward makes the `dropped` values again. `exact` asks for the very bits that forward made;
-    otherwise a normalisation is taken again from its statistics, which saves the reductions."""
-    return _Copier(graph, dropped, exact).run() if dropped else graph
+def recompute(
+    graph: Graph,
+    dropped: Collection[int],
+    *,
+    exact: bool,
+    encode: Iterable[Encoded] = (),
+    offload: Iterable[Offloaded] = (),
+) -> Graph:
+    """The graph in which backward makes the `dropped` values again, decodes those to `encode`, and loads those to
+    `offload`. `exact` asks for the very bits that forward made; otherwise a normalisation is taken again from its
+    statistics, which saves the reductions."""
+    codes, moved = {one.value: one for one in encode}, {one.value: one.tier for one in offload}
+    return _Copier(graph, dropped, codes, moved, exact).run() if dropped or codes or moved else graph
 
 
 class _Copier:
-    def __init__(self, graph: Graph, dropped: Collection[int], exact: bool) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        dropped: Collection[int],
+        codes: dict[int, Encoded],
+        moved: dict[int, str],
+        exact: bool,
+    ) -> None:
         self.graph = graph
-        self.dropped = frozenset(dropped)
+        self.codes = codes
+        self.moved = moved
+        """By value: the tier that it, or its code, goes to."""
+        self.dropped = frozenset((*dropped, *codes, *moved))
         self.exact = exact
         self.patience = PATIENCE_WITHOUT_KERNELS if exact else PATIENCE
         self.values = [value.copy() for value in graph.values]
         self.storages = [storage.copy() for storage in graph.storages]
-        self.forward = [op for op in graph.ops if op.forward]
+        self.before: dict[int, list[Op]] = {}
+        self.after: dict[int, list[Op]] = {}
+        """What forward runs besides, by the operator it runs before or after."""
         self.backward: list[Op] = []
         self.owner = owners(graph, forward_only=True)
         self.copies: dict[int, int] = {}
@@ -112,6 +152,8 @@ class _Copier:
         self.barriers = 0
         self.again: dict[str, int] = {}
         self.states: dict[int, int] = {}
+        self.made_codes: dict[int, int] = {}
+        self.loaded_codes: dict[int, int] = {}
 
     def run(self) -> Graph:
         order, _ = order_backward(self.graph)
@@ -123,7 +165,7 @@ class _Copier:
             reads = {value: self._current(value) for value in op.reads}
             self.backward.append(_reading(op, reads))
             self._move_views(op, reads)
-            if op.kind is not OpClass.VIEW and (self.exact or not is_fusible(op.target)):
+            if is_barrier(op, exact=self.exact):
                 self.barriers += 1
         for value in self.graph.gradients:
             assert value is None or value not in self.dropped, "a gradient cannot be dropped"
@@ -132,7 +174,13 @@ class _Copier:
 
     def _numbered(self) -> Graph:
         ops = []
-        for number, op in enumerate((*self.forward, *self.backward)):
+        forward = (
+            one
+            for op in self.graph.ops
+            if op.forward
+            for one in (*self.before.get(op.id, ()), op, *self.after.get(op.id, ()))
+        )
+        for number, op in enumerate((*forward, *self.backward)):
             ops.append(op if op.id == number else op.copy(number))
             for written in op.writes:
                 if written is not None:
@@ -180,13 +228,16 @@ class _Copier:
             return None
         maker = self.graph.producer(owner)
         assert maker is not None
-        if maker.kind is not OpClass.HEAVY and self.barriers - self.used[value] > self.patience:
+        cheap = owner in self.codes or (owner not in self.moved and maker.kind is not OpClass.HEAVY)
+        if cheap and self.barriers - self.used[value] > self.patience:
             del self.copies[value]
             return None
         self.used[value] = self.barriers
         return self.copies[value]
 
     def _inputs(self, op: Op, wanted: int) -> tuple[int, ...]:
+        if wanted in self.codes or wanted in self.moved:
+            return ()
         form = self._form(op, wanted)
         return op.reads if form is None else form.reads
 
@@ -200,6 +251,12 @@ class _Copier:
         return None if any(value in self.dropped for value in statistics) else form
 
     def _copy(self, op: Op, wanted: int) -> None:
+        if wanted in self.codes:
+            self._record({wanted: self._decode(op, wanted)})
+            return
+        if wanted in self.moved:
+            self._record({wanted: self._load(op, wanted, self.moved[wanted], self.last_read[wanted])})
+            return
         form = self._form(op, wanted)
         if form is not None:
             self._record({wanted: self._normalise_again(op, wanted, form)})
@@ -241,9 +298,10 @@ class _Copier:
         self.backward.append(op)
         return op
 
-    def _name(self, name: str) -> str:
+    def _name(self, name: str, how: str = "again") -> str:
+        name = f"{name}_{how}"
         times = self.again[name] = self.again.get(name, 0) + 1
-        return f"{name}_again" if times == 1 else f"{name}_again_{times}"
+        return name if times == 1 else f"{name}_{times}"
 
     def _like(self, op: Op, original: int, storages: dict[int, int], reads: dict[int, int]) -> int:
         """A value like another one: in memory of its own, or in that of the operand it is a view of."""
@@ -291,9 +349,101 @@ class _Copier:
                 writes=(number,),
                 returns_tuple=False,
             )
-            self.forward.insert(next(i for i, other in enumerate(self.forward) if other.id == op.id), before)
+            self.before.setdefault(op.id, []).append(before)
             self.states[op.id] = number
         return self.states[op.id]
+
+    # -- codes -------------------------------------------------------------------------------------------------------
+
+    def _decode(self, maker: Op, wanted: int) -> int:
+        value = self.graph.values[wanted]
+        assert value.storage is not None
+        assert value.dtype is not None
+        codec = CODECS[self.codes[wanted].codec]
+        code = self._code(maker, wanted)
+        if wanted in self.moved:
+            if code not in self.loaded_codes:
+                self.loaded_codes[code] = self._load(maker, code, self.moved[wanted], self.last_read[wanted])
+            code = self.loaded_codes[code]
+        args = codec.decode_args(Ref(code), value.shape, value.stride, value.dtype)
+        decoder = self._emit(maker, codec.decode, args, {})
+        decoder.name, decoder.returns_tuple = self._name(value.name, "decoded"), False
+        storage = self._new_storage(self.graph.storages[value.storage])
+        made = self._add(dataclasses.replace(value, name=self._name(value.name), storage=storage, role=None))
+        decoder.writes = (made,)
+        return made
+
+    def _code(self, maker: Op, wanted: int) -> int:
+        """The code of a value: forward makes it once nobody there reads the value any more, and keeps it."""
+        if wanted not in self.made_codes:
+            encoded, value = self.codes[wanted], self.graph.values[wanted]
+            assert value.storage is not None
+            device = self.graph.storages[value.storage].device
+            self.storages.append(Storage(len(self.storages), block_bytes(encoded.bytes, device), device))
+            name = f"{value.name}_{encoded.codec}"
+            size = (encoded.bytes,)
+            number = self._add(Value(0, name, len(self.storages) - 1, size, (1,), torch.uint8, encoded.bytes, None))
+            codec = CODECS[encoded.codec]
+            args = codec.encode_args(Ref(wanted))
+            encoder = dataclasses.replace(
+                maker,
+                id=-1,
+                name=name,
+                target=codec.encode,
+                args=args,
+                kwargs={},
+                reads=(wanted,),
+                writes=(number,),
+                returns_tuple=False,
+                kind=classify(codec.encode),
+            )
+            self.after.setdefault(self.last_read[wanted], []).append(encoder)
+            self.made_codes[wanted] = number
+        return self.made_codes[wanted]
+
+    # -- tiers -------------------------------------------------------------------------------------------------------
+
+    def _load(self, maker: Op, wanted: int, tier: str, last_read: int) -> int:
+        """A value, or a code that forward has made, from the tier that forward puts it into."""
+        value = self.values[wanted]
+        assert value.storage is not None
+        token = self._add(
+            Value(0, f"{value.name}_token", self._token_storage(), (1,), (1,), TOKEN_DTYPE, TOKEN_BYTES, None)
+        )
+        store = dataclasses.replace(
+            maker,
+            id=-1,
+            name=f"{value.name}_store",
+            target=StoreTo(tier),
+            args=(Ref(wanted),),
+            kwargs={},
+            reads=(wanted,),
+            writes=(token,),
+            returns_tuple=False,
+            kind=OpClass.CHEAP,
+        )
+        self.after.setdefault(last_read, []).append(store)
+        load = self._emit(maker, LoadFrom(tier), (Ref(token), value.shape, value.stride, value.dtype), {})
+        load.name, load.returns_tuple, load.kind = self._name(value.name, "load"), False, OpClass.CHEAP
+        storage = self._new_storage(self.storages[value.storage])
+        made = self._add(dataclasses.replace(value, name=self._name(value.name), storage=storage, role=None))
+        load.writes = (made,)
+        return made
+
+    def _token_storage(self) -> int:
+        self.storages.append(Storage(len(self.storages), TOKEN_BYTES, "cpu"))
+        return len(self.storages) - 1
+
+    @functools.cached_property
+    def last_read(self) -> dict[int, int]:
+        """The last operator of forward that reads a value or a view of it, else the one that makes it."""
+        last: dict[int, int] = {}
+        for op in self.graph.ops:
+            if op.forward:
+                for value in (*op.writes, *op.reads):
+                    if value is not None:
+                        last[self.owner.get(value, value)] = op.id
+        return last
 
     # -- normalisations ----------------------------------------------------------------------------------------------
 
@@ -332,6 +482,12 @@ class _Copier:
         made = self._add(dataclasses.replace(like, name=self._name(like.name), storage=storage, role=None))
         step.writes = (made,)
         return made
+
+
+def is_barrier(op: Op, *, exact: bool) -> bool:
+    """Does time pass while it runs, as copies count it? Not in a view, a constant, or, where there are kernels, in what
+    becomes part of one."""
+    return op.kind is not OpClass.VIEW and bool(op.reads) and (exact or not is_fusible(op.target))
 
 
 def owners(graph: Graph, *, forward_only: bool) -> dict[int, int]:

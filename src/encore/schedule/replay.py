@@ -3,7 +3,8 @@
 It shares no code with the simulator. Memory is modelled as blocks; names point to blocks, and people outside the
 schedule may hold blocks too. Rejected: a use before definition, a use after free, a read of memory that was written
 over, a write over memory that belongs to somebody else, a free of what is not there, a name left behind (a leak), a
-result that is missing, a byte over the limit.
+result that is missing, a byte over the limit; of what is on its way to a tier, a write or a free; of what is on its way
+back, a read; a wait for nothing, and a transfer that nobody waits for.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import torch
 
 from encore.errors import IllegalGraphError
 from encore.graph import Graph, Op, refs
-from encore.schedule.actions import Action, Free, Fused, Run, Schedule
+from encore.schedule.actions import Action, Free, Fused, Load, Run, Schedule, Store, Wait
 
 
 @dataclass(slots=True)
 class _Block:
-    """A piece of memory: how many look at it, how often it was written, whether the schedule may write over it."""
+    """A piece of memory: how many look at it, how often it was written, whether the schedule may write over it, and
+    which way a transfer is moving its bytes."""
 
     bytes: int
     looks: int = 0
     writes: int = 0
     ours: bool = True
+    moving: str = ""
 
 
 class _Machine:
@@ -35,6 +38,8 @@ class _Machine:
         self.workspace = workspace
         self.names: dict[int, tuple[_Block, int]] = {}
         """Value -> its block, and how often that had been written when the value was made."""
+        self.moving: dict[int, _Block] = {}
+        """Operator of a transfer that nobody has waited for -> the memory it reads or fills."""
         self.live = 0
         self.highest = 0
 
@@ -63,10 +68,16 @@ class _Machine:
                 self._forget(action.value)
             elif isinstance(action, Fused):
                 self._run_kernel(action)
+            elif isinstance(action, Store | Load):
+                self._begin(action)
+            elif isinstance(action, Wait):
+                self._wait(action)
             else:
                 self._run(action)
 
     def expect_exactly(self, values: set[int], phase: str) -> None:
+        for op in self.moving:
+            self._fail(f"{phase} ends before {self.graph.ops[op].name} is waited for")
         for value in values:
             if value not in self.names:
                 self._fail(f"{phase} ends without {self._name(value)}")
@@ -104,7 +115,9 @@ class _Machine:
             self._check_intact(value, f"{op.name} reads")
         results = [value for value in op.writes if value is not None]
         if action.over is not None:
-            self._define(results[0], self._written_over(op, action.over, results))
+            self._define(results[0], self._written_over(op, action.over, results[0]))
+            for value in results[1:]:
+                self._define(value, self._block_in({}, value, charged=True))
         else:
             blocks = {
                 storage: self.names[value][0]
@@ -114,6 +127,24 @@ class _Machine:
             for value in results:
                 self._define(value, self._block_in(blocks, value, charged=True))
         self.check_limit(self.workspace(self.graph, op), f"while {op.name} runs")
+
+    def _begin(self, action: Store | Load) -> None:
+        """A transfer reads what it is given at once, but for the memory of what it stores, which it reads until a wait;
+        what it loads has memory at once, and bytes after a wait."""
+        self._run(Run(action.op))
+        op = self.graph.ops[action.op]
+        (value,) = op.reads if isinstance(action, Store) else op.writes
+        assert value is not None
+        block, _ = self.names[value]
+        if block.moving or action.op in self.moving:
+            self._fail(f"{op.name} moves {self._name(value)}, which is being moved")
+        block.moving = "out" if isinstance(action, Store) else "back"
+        self.moving[action.op] = block
+
+    def _wait(self, action: Wait) -> None:
+        if action.op not in self.moving:
+            self._fail(f"a wait for {self.graph.ops[action.op].name}, which has not begun")
+        self.moving.pop(action.op).moving = ""
 
     def _run_kernel(self, action: Fused) -> None:
         """A kernel reads all it is given before any of that counts as written; inside, every operator must find what
@@ -143,16 +174,18 @@ class _Machine:
                 self._define(value, self._block_in({}, value, charged=True))
         self.check_limit(self.workspace(self.graph, action), f"while {name} runs")
 
-    def _written_over(self, op: Op, operand: int, results: list[int]) -> _Block:
-        if operand not in op.reads or len(results) != 1 or not _may_write_over(op, operand):
+    def _written_over(self, op: Op, operand: int, result: int) -> _Block:
+        if operand not in op.reads or result != op.writes[0] or not _may_write_over(op, operand):
             self._fail(f"{op.name} cannot write over {self._name(operand)}")
-        return self._overwritten(op.name, operand, results[0])
+        return self._overwritten(op.name, operand, result)
 
     def _overwritten(self, who: str, operand: int, result: int) -> _Block:
         block, _ = self.names[operand]
         needed = self.graph.bytes_of(result)
         if not block.ours:
             self._fail(f"{who} writes over {self._name(operand)}, which somebody else holds")
+        if block.moving:
+            self._fail(f"{who} writes over {self._name(operand)}, which is being moved")
         if block.bytes != needed:
             self._fail(f"{who} writes {needed} bytes over a block of {block.bytes}")
         block.writes += 1
@@ -179,6 +212,8 @@ class _Machine:
         block.looks -= 1
         if block.looks == 0:
             self.live -= block.bytes
+            if block.moving:
+                self._fail(f"{self._name(value)} is forgotten while it is being moved")
 
     def _look(self, block: _Block) -> None:
         if block.looks == 0:
@@ -187,6 +222,8 @@ class _Machine:
 
     def _check_intact(self, value: int, who: str) -> None:
         block, writes = self.names[value]
+        if block.moving == "back":
+            self._fail(f"{who} {self._name(value)}, whose bytes nobody has waited for")
         if block.writes != writes:
             self._fail(f"{who} {self._name(value)}, whose memory was written over")
 

@@ -65,7 +65,7 @@ def _candidates(graph: Graph, item: Op | Group) -> list[tuple[int, list[int]]]:
     """Results, each with the operands that may be written over by it."""
     if isinstance(item, Group):
         return _candidates_of_group(graph, item)
-    if len(item.writes) != 1 or item.writes[0] is None:
+    if item.writes[0] is None or (len(item.writes) != 1 and item.target not in WRITES_FIRST):
         return []
     return [(item.writes[0], _operands_written_over(item))]
 

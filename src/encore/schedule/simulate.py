@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from encore.graph import Graph, Op, Role
-from encore.schedule.actions import Action, Free, Fused, Schedule
+from encore.schedule.actions import Action, Free, Fused, Run, Schedule, Wait
 
 Workspace = Callable[[Graph, Op | Fused], int]
 """Bytes that an operator or kernel allocates and gives back while it runs."""
@@ -175,10 +175,12 @@ class _Walk:
                 for written in action.writes:
                     self._bind(written)
                 self.note(name, action, self.workspace(self.graph, action))
+            elif isinstance(action, Wait):  # what was stored is freed by name, what is loaded has its memory
+                self.note(name, action, 0)
             else:
                 op = self.graph.ops[action.op]
-                if action.over is not None:
-                    (result,) = op.writes
+                if isinstance(action, Run) and action.over is not None:
+                    result = op.writes[0]
                     assert result is not None
                     self._take_over(action.over, result)
                 for made in op.writes:

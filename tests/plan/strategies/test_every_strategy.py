@@ -21,7 +21,7 @@ from encore.schedule.order import order_backward
 from every_workload import FIVE
 from test_random_networks import Network, Spec, examples, networks
 
-aten = torch.ops.aten
+aten, SLOW = torch.ops.aten, pytest.mark.slow
 NEVER = {OpClass.VIEW, OpClass.RANDOM, OpClass.MUTATING, OpClass.COLLECTIVE, OpClass.OPAQUE}
 KEPT = {
     "everything": {"lm": 274_436, "nmt": 265_652, "resnet": 6_998_084, "speech": 1_396_548, "transformer": 967_044},
@@ -91,7 +91,7 @@ def check_every_strategy(graph: Graph) -> None:
         assert_made_again(graph, dropped, given, forward)
 
 
-@pytest.mark.parametrize("name", FIVE)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "resnet" else ()) for name in FIVE])
 def test_every_strategy_on_a_workload(name: str) -> None:
     graph = workload_graph(name)
     _, saved = order_backward(graph)

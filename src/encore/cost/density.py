@@ -1,0 +1,126 @@
+"""How many of a feature map's elements are not zero, and how far its integers reach, seen on the first batch: what
+codes will take whose size depends on the data.
+
+Forward runs once more for it, an operator at a time, on the tensors that the step was called with. Nothing is kept but
+counts and ranges, so that it takes what forward takes without gradients. Draws are put back; operators that write, talk
+to somebody or are unknown are left out, with all that follows from them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+
+from encore.codecs import Densities, Share
+from encore.codecs.integers import INTEGERS, range_of, width_for
+from encore.cost.timing import generators_kept
+from encore.graph import Graph, Op, OpClass
+from encore.graph.values import map_refs
+from encore.lower.calls import callable_for
+
+log = logging.getLogger("encore")
+
+MAKE_ZEROS = frozenset({
+    "relu", "threshold", "clamp", "clamp_min", "clamp_max", "hardtanh", "hardswish", "masked_fill", "where", "tril",
+    "triu", "dropout_noise", "bernoulli_noise", "native_dropout",
+})  # fmt: skip
+"""Operators that leave many zeros behind."""
+PASS_ZEROS = frozenset({
+    "mul", "max_pool2d_with_indices", "adaptive_max_pool2d", "cat", "stack", "clone", "_to_copy", "constant_pad_nd",
+    "index", "index_select", "gather", "neg", "abs", "div", "minimum",
+})  # fmt: skip
+"""Operators whose results have zeros where an operand has."""
+RUN = frozenset({OpClass.VIEW, OpClass.CHEAP, OpClass.HEAVY, OpClass.RANDOM})
+MARGIN, LEAST_MARGIN = 1.1, 0.02
+"""Later batches may be denser than the first: so much room is left, as a factor and at least."""
+
+
+def densities(graph: Graph, primals: Sequence[Any], values: Mapping[Share, Collection[int]]) -> Densities:
+    """The densities that these values are planned to have at most. What could not be seen is not among them."""
+    found: dict[Share, dict[str, float]] = {share: {} for share in values}
+    if len(primals) != len(graph.primals) or any(isinstance(primal, FakeTensor) for primal in primals):
+        return found
+    forward = _leading_to(graph, [value for wanted in values.values() for value in wanted])
+    last = {value: op.id for op in forward for value in op.reads}
+    alive: dict[int, Any] = {**dict(zip(graph.primals, primals, strict=True)), **graph.constants}
+    with torch.no_grad(), generators_kept(cuda=any(_is_cuda(primal) for primal in primals)):
+        for op in forward:
+            if not _may_run(op) or any(alive.get(value) is None for value in op.reads):
+                continue
+            try:
+                results = callable_for(op.target)(*map_refs(op.args, alive.get), **map_refs(op.kwargs, alive.get))
+            except Exception as error:  # the step itself will tell, if it matters
+                log.info("densities behind %s are not known: it could not be run (%s)", op.name, error)
+                continue
+            for value, result in zip(op.writes, results if op.returns_tuple else (results,), strict=False):
+                for share, wanted in values.items():
+                    if value is not None and value in wanted and isinstance(result, torch.Tensor):
+                        found[share][graph.values[value].name] = PLANNED[share](result)
+                if value is not None and value in last:
+                    alive[value] = result
+            for value in op.reads:
+                if last[value] == op.id:
+                    alive.pop(value, None)
+            del results
+    return found
+
+
+def may_be_sparse(graph: Graph) -> set[int]:
+    """Values of forward that should have many zeros, by what makes them."""
+    found: set[int] = set()
+    for op in graph.ops:
+        packet = op.target.overloadpacket.__name__ if isinstance(op.target, torch._ops.OpOverload) else ""
+        passes = op.kind is OpClass.VIEW or packet in PASS_ZEROS
+        masked = packet == "mul" and any(graph.values[value].dtype is torch.bool for value in op.reads)
+        if op.forward and (packet in MAKE_ZEROS or masked or (passes and not found.isdisjoint(op.reads))):
+            found.update(value for value in op.writes if value is not None)
+    return found
+
+
+def may_be_narrow(graph: Graph) -> set[int]:
+    """Integers of forward, whose range nobody knows."""
+    made = (value for op in graph.ops if op.forward for value in op.writes if value is not None)
+    return {value for value in made if graph.values[value].dtype in INTEGERS}
+
+
+def _leading_to(graph: Graph, values: Collection[int]) -> list[Op]:
+    """The operators of forward that it takes to make these values, in order."""
+    needed = set(values)
+    chosen = []
+    for op in reversed(graph.ops):
+        if op.forward and not needed.isdisjoint(op.writes):
+            chosen.append(op)
+            needed.update(op.reads)
+    return chosen[::-1]
+
+
+def planned_density(seen: torch.Tensor) -> float:
+    """The share of elements that are not zero, with room for batches to come."""
+    share = int(torch.count_nonzero(seen)) / max(1, math.prod(seen.shape))
+    return min(1.0, max(MARGIN * share, share + LEAST_MARGIN))
+
+
+def planned_width(seen: torch.Tensor) -> float:
+    """The share of a number's bytes that the range of all of them takes, with room for batches to come."""
+    least, most = range_of(seen)
+    return min(1.0, width_for(math.ceil(MARGIN * (most - least))) / seen.element_size())
+
+
+PLANNED: Mapping[Share, Callable[[torch.Tensor], float]] = {
+    Share.NON_ZEROS: planned_density,
+    Share.NUMBER_BYTES: planned_width,
+}
+
+
+def _may_run(op: Op) -> bool:
+    generators = (isinstance(argument, torch.Generator) for argument in (*op.args, *op.kwargs.values()))
+    return op.kind in RUN and not any(generators)
+
+
+def _is_cuda(primal: Any) -> bool:
+    return isinstance(primal, torch.Tensor) and primal.is_cuda
