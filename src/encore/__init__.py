@@ -3,8 +3,9 @@
 >>> model = encore.compile(model, budget="2GiB")   # the fastest training step that fits
 """
 
-from encore import nn
+from encore import bptt, nn, tiers
 from encore.api import compile, estimate, report
+from encore.bptt import ScanReport, scan
 from encore.cost import Measurement, measure
 from encore.errors import (
     BudgetError,
@@ -13,6 +14,8 @@ from encore.errors import (
     NeverRunError,
     OptionError,
     PlanError,
+    ReplayError,
+    TierError,
     VerificationError,
 )
 from encore.plan import SavedPlan
@@ -31,14 +34,20 @@ __all__ = [
     "OptionError",
     "PlanError",
     "Point",
+    "ReplayError",
     "Report",
     "SavedPlan",
+    "ScanReport",
+    "TierError",
     "Verification",
     "VerificationError",
+    "bptt",
     "compile",
     "estimate",
     "measure",
     "nn",
     "report",
+    "scan",
+    "tiers",
     "verify",
 ]

@@ -13,7 +13,7 @@ from encore.capture.compiled import CompiledCall
 from encore.capture.torch_private import TraceFailed
 from encore.capture.twin import fake_twin, run_forward_without_memory
 from encore.errors import NeverRunError, OptionError
-from encore.options import make_options
+from encore.options import Options, make_options
 from encore.report.report import Estimate, Report
 
 Model = TypeVar("Model", bound=Callable[..., Any])
@@ -33,8 +33,9 @@ def compile(model: Model | None = None, **options: Any) -> Any:
 
     Options: `budget` (bytes, "2GiB", "60%", "min") bounds resident + step_peak and takes the fastest plan that fits;
     `overhead` (default 0.05) takes the smallest peak within that extra time; `plan` uses one made before; `keep` names
-    modules to leave alone; `optimizer` or `resident` count bytes that live beside the step; `lowering`, `skip`,
-    `recompile_limit`: see `encore.options.Options`.
+    modules to leave alone; `methods` names what may be done with feature maps ("recompute", "encode", "stash"); `lossy`
+    allows codecs that lose something; `tiers` names where they may go ("disk"); `optimizer` or `resident` count bytes
+    that live beside the step; `lowering`, `skip`, `recompile_limit`: see `encore.options.Options`.
     """
     checked = make_options(options)
     if model is None:
@@ -101,8 +102,15 @@ def estimate(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Estimate:
     Module and arguments may be real, on the meta device, or larger than this machine: shapes are all that is looked
     at. A plain function is called as it is, so what it closes over must be real.
     """
+    return estimate_with(make_options({}), model, args, kwargs)
+
+
+def estimate_with(
+    options: Options, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Estimate:
+    """What a training step of the model would take that is compiled with these options."""
     plain = model.plain if isinstance(model, CompiledCall) else model
-    session = Session(_name(plain), make_options({}), run=False)
+    session = Session(_name(plain), options, run=False)
     twin, fake_args, fake_kwargs, mode = fake_twin(plain, args, kwargs)
     try:
         run_forward_without_memory(twin, session, fake_args, fake_kwargs, mode)

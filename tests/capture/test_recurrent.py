@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import encore
-from against_eager import assert_matches_eager, assert_same, gradients, in_both_lowerings, run_step
+from against_eager import assert_matches_eager, assert_same, gradients, in_both_lowerings
 
 # Dynamo looks at `.grad` of what crosses a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -120,21 +119,3 @@ def test_truncated_backpropagation_with_a_detached_state(kind: str, lowering: st
         return gradients(model)
 
     assert_same(train(planned), train(plain), lowering)
-
-
-@every_kind
-@pytest.mark.filterwarnings("ignore:encore. Packs ran as plain eager PyTorch:UserWarning")
-def test_packed_sequences(kind: str, lowering: str) -> None:
-    class Packs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = KINDS[kind](4, 3)
-
-        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
-            return pad_packed_sequence(self.layer(packed)[0])[0]
-
-    model = Packs()
-    x, lengths = torch.randn(5, 3, 4), torch.tensor([5, 2, 4])
-    want = run_step(model, (x, lengths))
-    assert_same(run_step(encore.compile(model, lowering=lowering), (x, lengths)), want, lowering)

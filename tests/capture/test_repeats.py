@@ -276,7 +276,7 @@ def test_a_graph_of_distinct_calls_is_traced_as_a_whole(monkeypatch: pytest.Monk
 # -- any loop ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(names=st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=6), steps=st.integers(1, 4))
 def test_any_loop_of_layers_gives_the_same_graph_and_the_same_bits(names: list[str], steps: int) -> None:
     def body(net: Net, x: Tensor) -> Tensor:

@@ -22,9 +22,12 @@ from torch import fx
 
 from encore.capture import torch_private
 from encore.capture.call_trace import NotRepeatableError
+from encore.capture.recurrent import lifting, told_of_packing
 from encore.capture.repeats import Repeats, trace_repeats
 from encore.capture.session import CapturedGraph, PlainGraph, Session
-from encore.cost import time_kernels
+from encore.capture.watch import watches
+from encore.codecs import CODECS, Densities, Share
+from encore.cost import LinkLessons, densities, may_be_narrow, may_be_sparse, time_kernels
 from encore.errors import PlanError
 from encore.graph import Graph, UnsupportedGraphError, build_graph, verify_graph
 from encore.lower import FusedPlan, Lowered, fuse_plan, kernel_store, kernels_of, lower
@@ -34,15 +37,18 @@ from encore.plan import (
     Offer,
     Plan,
     Planner,
+    allowed_methods,
     choose,
+    feature_maps,
     keep_everything,
     keeps_budget,
     menu,
     step_seconds,
     will_do,
+    worth_having,
 )
 from encore.rewrite import Judge, find_heads, rewrite, split_head
-from encore.schedule import Schedule
+from encore.schedule import Choice, Schedule
 from encore.schedule.recompute import made_by, recomputable
 from encore.units import bytes_text
 
@@ -50,6 +56,9 @@ SLICES = (1, 4, 16)
 """How many parts large heads are taken in, for the planner to choose from."""
 LARGE_HEAD = 0.03
 """Share of the peak that the scores of a large head take."""
+
+UNKNOWN_MAPS = 0.05
+"""Share of the peak that feature maps must take whose codes depend on the data, for the first batch to be looked at."""
 
 log = logging.getLogger("encore")
 if os.environ.get("ENCORE_LOG"):
@@ -63,6 +72,17 @@ def encore_backend(
     """`torch.compile(model, backend="encore", options={"budget": "2GiB"})`."""
     session = Session("torch.compile", make_options({**(options or {}), **unknown}), one_graph=True)
     return GraphCompiler(session)(module, inputs)
+
+
+def _tell_of_recurrent_layers() -> None:
+    warnings.warn(
+        "encore: torch.compile passes over models with nn.LSTM, nn.GRU or nn.RNN, which then run as plain PyTorch; set "
+        "torch._dynamo.config.allow_rnn = True before the first step, or use encore.compile(model)",
+        stacklevel=2,
+    )
+
+
+torch_private.tell_of_recurrent_layers(encore_backend, _tell_of_recurrent_layers)
 
 
 @contextlib.contextmanager
@@ -103,25 +123,33 @@ class GraphCompilation:
         self.captured: CapturedGraph | None = None
         self.lowered: Lowered | None = None
         self.repeats: Repeats | None = None
+        self.lifted: list[Any] = []
         self.rewrites: tuple[str, ...] = ()
+        self.primals: list[Any] = []
+        """The tensors that the step was called with, while it is planned."""
         self.started = time.perf_counter()
         since = session.waiting_since
         self.seconds: dict[str, float] = {} if since is None else {"dynamo": self.started - since}
 
     def compile(self) -> Callable[..., Any]:
         try:
-            self.repeats = trace_repeats(self.module)
-            if self.repeats is not None:
-                with contextlib.suppress(NotRepeatableError):
-                    compiled = self._through_aot_autograd(self.repeats.edges)
-                    if self.captured is not None:
-                        return compiled
-                self.repeats = None
-            return self._through_aot_autograd(self.module)
+            with lifting(self.session.options) as self.lifted:
+                return self._traced()
         finally:  # PyTorch keeps the callbacks, and they this object; it must not keep the user's parameters
             self.inputs = ()
+            self.primals = []
             self.repeats = None
             self.module = fx.GraphModule({}, fx.Graph())
+
+    def _traced(self) -> Callable[..., Any]:
+        self.repeats = trace_repeats(self.module)
+        if self.repeats is not None:
+            with contextlib.suppress(NotRepeatableError):
+                compiled = self._through_aot_autograd(self.repeats.edges)
+                if self.captured is not None:
+                    return compiled
+            self.repeats = None
+        return self._through_aot_autograd(self.module)
 
     def _through_aot_autograd(self, module: fx.GraphModule) -> Callable[..., Any]:
         return torch_private.trace_joint(
@@ -152,10 +180,12 @@ class GraphCompilation:
             self.session.plain.append(PlainGraph(self.name, str(unsupported)))
             warnings.warn(f"encore: {self.name} runs as plain PyTorch: {unsupported}", stacklevel=2)
             return torch_private.plain_partition(joint, num_outputs)
+        self.primals = torch_private.given(joint, self.inputs)
         self._lap("facts")
         verify_graph(graph)
         self._lap("verify")
-        reason, line = torch_private.break_reason(self.module) or ("", "")
+        packing = functools.partial(told_of_packing, self.session.between)
+        reason, line = torch_private.break_reason(self.module, packing) or ("", "")
         with torch_private.real_tensors():
             with _collector_paused():
                 unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
@@ -169,7 +199,9 @@ class GraphCompilation:
         self._lap("compile")
         # An estimate compiles no kernels: what runs there, on tensors without memory, are the operators.
         runs = plan.schedule if self.session.workspaces.run else self._in_saving_order(joint, kept.schedule)
-        self.lowered = lower(runs, self.name.replace(" ", "_"), fused.kernels)
+        watching = watches(plan) if self.session.workspaces.run else {}
+        transports = self.session.transports if plan.choice.offload and self.session.workspaces.run else {}
+        self.lowered = lower(runs, self.name.replace(" ", "_"), fused.kernels, watching, transports)
         self._lap("lower")
         self.captured = CapturedGraph(
             name=self.name,
@@ -181,17 +213,26 @@ class GraphCompilation:
             sources=(self.lowered.forward_source, self.lowered.backward_source),
             rewrites=self.rewrites,
             kernels_compiled=fused.compiled,
+            watches=tuple(watching.values()),
             offers=() if self.session.workspaces.run else tuple(offers),
-            choices=tuple(offer.told for offer in offers),
+            choices=tuple(offer.told for offer in worth_having(offers)),
+            lessons=self._lessons(plan) if transports and not reason and not self.session.graphs else None,
         )
         self.session.graphs.append(self.captured)
         self._tell()
         return torch_private.shell(joint, num_outputs, plan.schedule)
 
     def _rewritten(self, unplanned: Plan) -> Plan:
-        """Everything kept, with the matrix products as the fused lowering wants them."""
+        """Everything kept, with less to keep, and with the matrix products as the fused lowering wants them. The eager
+        lowering has the passes that change no bit, and only where the step as it is will not do."""
         options, workspaces = self.session.options, self.session.workspaces
-        if options.lowering == "eager":
+        exact = options.lowering == "eager"
+        earlier = self.session.plans_of_step_so_far()
+        if (
+            exact
+            and options.plan is None
+            and will_do(Offer.of(unplanned), options, unplanned=unplanned, earlier=earlier)
+        ):
             return unplanned
         outlive = unplanned.timeline.outputs_outlive
 
@@ -201,12 +242,12 @@ class GraphCompilation:
 
         rewritten = rewrite(
             unplanned.schedule.graph,
-            Judge(run=workspaces.run),
+            Judge(run=workspaces.run, exact=exact),
             peak=lambda graph: keep(graph).timeline.step_peak,
             limit=unplanned.timeline.step_peak,
             skip=options.skip,
         )
-        self.rewrites = rewritten.applied
+        self.rewrites = (*(["recurrent"] if self.lifted else []), *rewritten.applied)
         if not rewritten.applied:
             return unplanned
         verify_graph(rewritten.graph)
@@ -222,6 +263,9 @@ class GraphCompilation:
             fuse=None if separate else self._as_kernels,
             exact=session.options.lowering == "eager",
             keep=session.options.keep,
+            methods=allowed_methods(session.options),
+            links=None if reference is None else reference.links,
+            densities=None if reference is None else reference.densities,
             reference=reference,
         )
 
@@ -250,20 +294,50 @@ class GraphCompilation:
             given = options.plan.of_graph(len(self.session.graphs))
             return [self._given(unplanned.schedule.graph, planner, given)]
         if by_hand and options.budget is None and options.overhead is None:
-            obeyed = planner.given(made_by(planner.graph, by_hand) & recomputable(planner.graph))
+            obeyed = planner.given(Choice(made_by(planner.graph, by_hand) & recomputable(planner.graph)))
             return [min(obeyed, as_it_is, key=lambda offer: offer.plan.timeline.step_peak)]
         if self.session.workspaces.run and will_do(as_it_is, options, unplanned=unplanned, earlier=earlier):
             return [as_it_is]
         self.session.seconds.settle(planner.runs.schedule)
+        planner.links = self.session.links
+        planner.densities = self._densities(planner)
         forms = [self._in_slices(planner, slices) for slices in SLICES]
         return menu([form for form in forms if form is not None])
 
+    def _lessons(self, plan: Plan) -> LinkLessons | None:
+        """Whoever learns from the steps of this plan how fast its tier is: one tier, and seconds that a processor
+        spends, not a device that nobody waits for."""
+        graph, session = plan.schedule.graph, self.session
+        used = {one.tier for one in plan.choice.offload}
+        if len(used) != 1 or any(storage.device != "cpu" for storage in graph.storages):
+            return None
+        (name,) = used
+        computing = step_seconds(plan.schedule, session.seconds)
+        return LinkLessons(session.transports[name].tier, session.links[name], computing)
+
+    def _densities(self, planner: Planner) -> Densities:
+        """How dense feature maps are on this batch, and how far integers reach, if there is a codec to which that
+        matters."""
+        asking = {codec.share for codec in map(CODECS.__getitem__, planner.methods.codecs) if not codec.exact_size}
+        if not self.session.workspaces.run or not asking:
+            return {}
+        graph, peak = planner.graph, planner.kept.timeline.step_peak
+        large = [value for value in feature_maps(planner.kept.schedule) if planner.is_large(value)]
+        unknown = {Share.NON_ZEROS: may_be_sparse, Share.NUMBER_BYTES: may_be_narrow}
+        maps = {share: unknown[share](graph).intersection(large) for share in asking}
+        if sum(map(graph.bytes_of, set().union(*maps.values()))) < UNKNOWN_MAPS * peak:
+            return {}
+        with torch_private.real_tensors():
+            return densities(graph, self.primals, maps)
+
     def _given(self, captured: Graph, planner: Planner, plan: GraphPlan) -> Offer:
         """A plan that was made before, or by another rank."""
+        planner.links = self.session.links
         form = self._in_slices(planner, plan.slices)
         if form is None:
             raise PlanError(f"the plan takes heads in {plan.slices} slices, and this graph has none; plan anew")
-        return form.given(plan.dropped(captured, form.graph))
+        lossy, tiers = self.session.options.lossy, planner.links
+        return form.given(plan.choice(captured, form.graph, lossy=lossy, tiers=tiers))
 
     def _pick(self, unplanned: Plan, planner: Planner, offers: list[Offer]) -> FusedPlan:
         """The plan that is asked for, with its kernels. One that needs more than was predicted once its kernels are
@@ -282,7 +356,8 @@ class GraphCompilation:
             plan = dataclasses.replace(fused.plan, overhead=offer.plan.overhead)
             if len(offers) > 1:
                 time_kernels(self.session.seconds, kernels_of(plan.schedule), fused.kernels)
-                plan = dataclasses.replace(plan, seconds=step_seconds(plan.schedule, self.session.seconds))
+            if len(offers) > 1 or plan.choice.offload:
+                plan = planner.timed(plan)
             as_predicted = plan.timeline.step_peak <= offer.plan.timeline.step_peak
             within = keeps_budget(plan, options, unplanned=unplanned, earlier=earlier)
             if as_predicted or offer is not mine or within:
@@ -321,7 +396,14 @@ class GraphCompilation:
             if starts_a_step:
                 session.begin_call()
             session.note_forward(captured)
+            before, lessons = session.waited, captured.lessons
+            if lessons is not None:
+                lessons.begin_step()
+            began = time.perf_counter()
             result = captured.seconds_of_first("first forward", run, args)
+            if lessons is not None:
+                lessons.ran(began)
+            captured.stalled["forward"] = session.waited - before
             session.waiting_since = time.perf_counter()
             return result
 
@@ -335,7 +417,15 @@ class GraphCompilation:
 
         def backward(args: list[Any]) -> Any:
             session.note_backward()
-            return captured.seconds_of_first("first backward", run, args)
+            before, lessons = session.waited, captured.lessons
+            began = time.perf_counter()
+            result = captured.seconds_of_first("first backward", run, args)
+            if lessons is not None:
+                lessons.ran(began)
+                lessons.end_step()
+                captured.lessons = None if lessons.over else lessons
+            captured.stalled["backward"] = session.waited - before
+            return result
 
         backward._boxed_call = True  # type: ignore[attr-defined]
         return backward

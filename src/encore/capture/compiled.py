@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
 from encore.capture.backend import GraphCompiler
+from encore.capture.recurrent import running
 from encore.capture.session import Session
 from encore.errors import EncoreError
 
@@ -33,7 +34,7 @@ class CompiledCall:
         self.session.begin_call()
         forwards_before = self.session.forwards_run
         try:
-            with torch_private.whole_graphs():
+            with torch_private.whole_graphs(), running(self.session.between):
                 result = self._planned(*args, **kwargs)
         except torch_private.BackendFailed as failure:
             error = torch_private.original_error(failure)
@@ -59,6 +60,8 @@ class CompiledCall:
                 f"has been planned for {limit} variants (shapes, modes) already; new ones run as plain eager PyTorch. "
                 "Pad inputs to fewer shapes, or raise recompile_limit="
             )
+        elif self.session.between is not None and self.session.between.calls:
+            why = "has no graph to plan: packed layers ran by Encore's operators, all else as plain eager PyTorch"
         elif not self.session.plain:
             why = "ran as plain eager PyTorch: Dynamo captured nothing of it. TORCH_LOGS=graph_breaks tells why"
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -12,9 +13,15 @@ from typing import Any
 
 import torch
 
-from encore.cost import Seconds, Workspaces
-from encore.options import Options
+from encore.capture.recurrent import Between, between_graphs
+from encore.capture.watch import CodeWatch
+from encore.cost import LinkLessons, Seconds, Workspaces, assumed_link, known_link, link_to
+from encore.lower import Transport
+from encore.options import Options, tier_name
 from encore.plan import Offer, Plan
+from encore.schedule import Link
+from encore.tiers import FOR_STEPS, Tier
+from encore.tiers.disk import default_folder
 
 
 @dataclass(slots=True)
@@ -37,8 +44,14 @@ class CapturedGraph:
     """How many of its kernels were neither in memory nor on disk."""
     offers: tuple[Offer, ...] = ()
     """The plans there are to pick from; an estimate keeps them."""
+    watches: tuple[CodeWatch, ...] = ()
+    """What looks at codes that can surprise, while the step runs."""
     choices: tuple[tuple[int, float], ...] = ()
     """What there was to pick from, as numbers: the step peak and the overhead of every offer."""
+    stalled: dict[str, float] = field(default_factory=dict)
+    """Seconds that forward and backward have stood still for transfers, when they last ran."""
+    lessons: LinkLessons | None = None
+    """What looks at the first steps, if they move feature maps."""
 
     def seconds_of_first(self, stage: str, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run, and take the time if this stage has none yet."""
@@ -97,6 +110,38 @@ class Session:
         self._step: list[CapturedGraph] = []
         self._lock = threading.Lock()
         sessions.add(self)
+
+    @functools.cached_property
+    def between(self) -> Between | None:
+        """How recurrent layers run between the graphs; `torch.compile` tells nobody when a model begins and ends."""
+        return None if self.one_graph else between_graphs(self.options)
+
+    @functools.cached_property
+    def transports(self) -> dict[str, Transport]:
+        """The tiers that feature maps may go to, opened, by name; they go with whoever uses them last."""
+        opened = [tier if isinstance(tier, Tier) else FOR_STEPS[tier]() for tier in self._useful_tiers()]
+        return {tier.name: Transport(tier) for tier in opened}
+
+    @functools.cached_property
+    def links(self) -> dict[str, Link]:
+        """How fast the way to each of them is."""
+        if self.workspaces.run:
+            return {name: link_to(transport.tier) for name, transport in self.transports.items()}
+        places = {
+            tier_name(tier): str(default_folder()) if tier == "disk" else getattr(tier, "place", "")
+            for tier in self._useful_tiers()
+        }
+        return {name: known_link(name, place) or assumed_link() for name, place in places.items()}
+
+    def _useful_tiers(self) -> list[str | Tier]:
+        """Without a GPU, host memory is where feature maps are already."""
+        return [tier for tier in self.options.tiers if tier_name(tier) != "host" or torch.cuda.is_available()]
+
+    @property
+    def waited(self) -> float:
+        """Seconds that steps have stood still for tiers so far."""
+        opened: dict[str, Transport] = self.__dict__.get("transports", {})
+        return sum(transport.waited for transport in opened.values())
 
     def begin_call(self) -> None:
         """The user calls the model: a step begins."""

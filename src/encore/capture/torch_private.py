@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._dynamo.callback
 import torch._dynamo.external_utils
 import torch._dynamo.trace_rules
 import torch._functorch.config as functorch_config
@@ -23,7 +24,9 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import eval_frame
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters as dynamo_counters
 from torch._functorch._aot_autograd.collect_metadata_analysis import coerce_tangent_and_suggest_memory_format
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
@@ -64,6 +67,7 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
     aten.dropout.default: traced_dropout,
     aten.dropout_.default: traced_dropout_,
 }
+"""What tracing runs in their place, where it is not the C++ kernel; `recurrent.py` adds its own."""
 
 # Fake kernels that keep the strides of their input where the CPU kernels do not: operator -> position of the input.
 # A view traced on the wrong strides is refused at run time.
@@ -203,6 +207,30 @@ def fake_window(
     return FakeTensor(mode, torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, shape, stride), device)
 
 
+def composite(operator: Any) -> Callable[..., Any]:
+    """The C++ kernel of a composite operator, past any Python one."""
+    return functools.partial(operator._op_dk, DispatchKey.CompositeImplicitAutograd)
+
+
+def as_without_us(operator: Any) -> Callable[..., Any]:
+    """What PyTorch runs for a composite operator: under the Python dispatcher a decomposition, if there is one."""
+    key = DispatchKey.CompositeImplicitAutograd
+    traced = torch._C._dispatch_tls_is_dispatch_key_included(DispatchKey.PythonDispatcher)
+    decompositions: dict[Any, Callable[..., Any]] = operator.py_kernels if traced else {}
+    return decompositions.get(key, composite(operator))
+
+
+def saves_are_hooked() -> bool:
+    """Do hooks on saved tensors look at what the next operator keeps?"""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None
+
+
+def is_transformed() -> bool:
+    """Is a transform of `torch.func`, or forward-mode differentiation, at work?"""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
 def casts_automatically() -> bool:
     """Is any kind of autocast on?"""
     return torch._C._is_any_autocast_enabled()
@@ -313,6 +341,13 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def beside_tracing() -> Iterator[None]:
+    """Like `real_tensors`, with autocast as it is, and with no Python kernels in place of C++ ones."""
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
+
+
 # -- what a graph's inputs and outputs are to the user ----------------------------------------------------------------
 
 
@@ -325,6 +360,16 @@ def primals(joint: fx.GraphModule, module: fx.GraphModule, inputs: Sequence[Any]
     mutated = [desc.mutated_input for desc in leaving if isinstance(desc, InputMutationAOTOutput)]
     return [
         dataclasses.replace(_primal(node, names, inputs), mutated=node.meta.get("desc") in mutated) for node in sources
+    ]
+
+
+def given(joint: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """What stands behind each primal of the joint graph; None where that is none of the inputs as they are."""
+    sources = (node for node in joint.graph.find_nodes(op="placeholder") if "tangents" not in node.name)
+    found = [node.meta.get("desc") for node in sources]
+    return [
+        inputs[description.idx] if isinstance(description, PlainAOTInput) and description.idx < len(inputs) else None
+        for description in found
     ]
 
 
@@ -366,13 +411,21 @@ def _pin(size: Any) -> None:
         float(size)
 
 
-def break_reason(module: fx.GraphModule) -> tuple[str, str] | None:
-    """Why Dynamo ended this graph before the function did: (reason, `file.py:line`), or None."""
+PACKING = ("pack_padded_sequence", "pack_sequence")
+"""Functions that Dynamo ends a graph at, with an explanation that is of no help."""
+
+
+def break_reason(module: fx.GraphModule, packing: Callable[[], str]) -> tuple[str, str] | None:
+    """Why Dynamo ended this graph before the function did: (reason, `file.py:line`), or None. Where a sequence was
+    packed, `packing` tells what to say: nobody else needs the operators for it."""
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
     frame = reason.user_stack[-1] if reason.user_stack else None
     line = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" if frame else ""
+    for function in PACKING:
+        if f"`{function}`" in str(reason.reason):
+            return (f"{function}: {packing()}", line)
     lines = [text.strip() for text in str(reason.reason).splitlines()]
     told = [text for text in lines if text and not text.startswith(("Hint:", "Developer debug context:", "For more"))]
     return ("; ".join(told[:2]) or "unknown", line)
@@ -395,6 +448,25 @@ def whole_graphs() -> Any:
     """Let Dynamo trace through `nn.LSTM` and its kin instead of breaking the graph at them, and keep it from cutting
     the graph into DDP's buckets: a plan wants the whole model."""
     return torch._dynamo.config.patch(allow_rnn=True, optimize_ddp=False)
+
+
+def tell_of_recurrent_layers(backend: Callable[..., Any], tell: Callable[[], None]) -> None:
+    """Call `tell` once Dynamo has passed over `nn.LSTM` or its kin in a process that runs `torch.compile` for this
+    backend. The function around such a layer is skipped as a whole, so that the backend itself never hears of it."""
+    told = False
+
+    def look(_: Any) -> None:
+        nonlocal told
+        asked_for = any(getattr(known, "compiler_fn", None) is backend for known in eval_frame.cached_backends.values())
+        left_out = any(RECURRENT_LAYER in reason for reason in dynamo_counters["unimplemented"])
+        if asked_for and left_out and not told and not torch._dynamo.config.allow_rnn:
+            told = True
+            tell()
+
+    torch._dynamo.callback.callback_handler.register_end_callback(look)
+
+
+RECURRENT_LAYER = "Attempted to wrap RNN, GRU, or LSTM"
 
 
 def original_error(error: BaseException) -> BaseException:
