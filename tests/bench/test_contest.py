@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import encore
-from encore.bench import plots, results, systems
-from encore.bench.contest import SUITES, ContestSuite, Outcome, run_contest
-from encore.bench.contest_table import COLUMNS, cells, page, render, summary
+from encore.bench import contest, plots, results, systems
+from encore.bench.compare import largest_difference, relative_distance
+from encore.bench.contest import SUITES, ContestSuite, Entry, Outcome, run_contest
+from encore.bench.contest_table import COLUMNS, both_against_each, cells, page, render, summary
 from encore.bench.machine import this_machine
+from encore.cli import main
 from encore.workloads import WORKLOADS, tiny
+from json_schema import violations
 
 MIB = 2**20
 
@@ -43,8 +50,10 @@ def suite() -> ContestSuite:
         outcome("Encore, as fast as eager", 25 * MIB, 0.99, predicted=25 * MIB, plan_seconds=0.25),
         outcome("Encore, budget='min'", 20 * MIB, 1.5, predicted=20 * MIB, plan_seconds=0.25),
         Outcome("torch.compile", failure="RuntimeError: no"),
+        Outcome("save_on_cpu", left_out="it is late"),
     )
-    return ContestSuite("echo", this_machine(), True, 2, {"transformer": found}, {"transformer": 10 * MIB})
+    gradients = {"transformer": 10 * MIB}
+    return ContestSuite("echo", this_machine(), True, 2, {"transformer": found}, gradients, seconds=75.5)
 
 
 def test_what_it_comes_to_is_told_in_sentences() -> None:
@@ -56,12 +65,138 @@ def test_what_it_comes_to_is_told_in_sentences() -> None:
     ]
 
 
+def test_both_methods_are_held_against_the_better_one() -> None:
+    found = [
+        outcome("Encore, encoding alone", 60 * MIB),
+        outcome("Encore, recomputing alone", 50 * MIB),
+        outcome("Encore, both", 40 * MIB),
+        outcome("Encore, both at the better's peak", 50 * MIB),
+    ]
+    assert both_against_each("vgg16", found) == (
+        "vgg16: the better one alone, recomputing, holds 50.00 MiB; both in the same time 40.00 MiB (0.800); "
+        "both in its memory take 1.000 of its time"
+    )
+    assert both_against_each("vgg16", found[:3]) == ""
+
+
+def test_what_was_done_before_an_interruption_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = (outcome("eager", 100 * MIB),)
+
+    def compare(name: str, *args: Any, **settings: Any) -> Iterator[Outcome]:
+        if name == "nin":
+            raise KeyboardInterrupt
+        yield from done
+
+    monkeypatch.setattr(contest, "_compare", compare)
+    found = run_contest("gist", quick=True)
+    assert found.outcomes == {"alexnet": done}
+    assert found.interrupted
+
+
+def test_a_part_of_a_suite_is_shown_and_not_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("docs", "plots"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "found.json").write_text("before")
+    part = dataclasses.replace(suite(), interrupted=True)
+    monkeypatch.setattr(contest, "run_contest", lambda name, *, quick: part)
+    assert main(["bench", "echo", "--json", "found.json", "--plots", "plots", "--docs"]) == 1
+    told = capsys.readouterr()
+    assert told.out == render(part) + "\n"
+    assert told.err == "encore: interrupted; this is what was done before, and nothing of it was written\n"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["found.json"]
+    assert (tmp_path / "found.json").read_text() == "before"
+
+
+class Failing(nn.Module):
+    """Works for so many steps, and then no longer."""
+
+    def __init__(self, model: nn.Module, error: Exception, steps: int = 0) -> None:
+        super().__init__()
+        self.model, self.error, self.left = model, error, steps
+
+    def forward(self, *args: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return self.model(*args)
+
+
+def failing(error: Exception, steps: int = 0) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: Failing(model, error, steps)
+
+
+def contest_of(monkeypatch: pytest.MonkeyPatch, **peers: Callable[[nn.Module], nn.Module]) -> dict[str, Outcome]:
+    """These on a tiny network, and no Encore."""
+    monkeypatch.setattr(contest, "_peers", lambda entry, *, quick: peers.items())
+    no_plan = failing(encore.EncoreError("no plan\nat all"))
+    monkeypatch.setattr(encore, "compile", lambda model, **options: no_plan(model))
+    monkeypatch.setattr(contest, "SLOW", math.inf)  # a busy machine takes as many steps as an idle one
+    monkeypatch.setitem(SUITES, "echo", {"lm": Entry(("LSTMCell",))})
+    found = run_contest("echo", quick=True)
+    assert page(found)
+    plots.png(plots.tradeoffs(found.outcomes))
+    return {one.system: one for one in found.outcomes["lm"]}
+
+
+def test_whoever_fails_is_shown_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = contest_of(
+        monkeypatch,
+        eager=systems.eager,
+        silent=failing(RuntimeError()),
+        late=failing(ValueError("  too late  \nby far"), steps=4),
+        peer=systems.SavedOnCpu,
+    )
+    assert {name for name, one in found.items() if one.ran} == {"eager", "peer"}
+    assert found["peer"].gradient_difference == 0
+    assert found["silent"].failure == "RuntimeError"
+    assert found["late"].failure == "ValueError: too late"
+    for system in ("Encore", "Encore, everything kept", "Encore, budget='min'"):
+        assert found[system].failure == "EncoreError: no plan"
+    assert found["Encore, as fast as eager"].left_out.endswith("'Encore, everything kept', which failed")
+
+
+@pytest.mark.parametrize("steps", [0, 2, 4, 6])
+def test_a_workload_that_eager_cannot_train_is_shown_as_failing(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """In its first step, in the warm-up, in the trial, or in the rounds."""
+    found = contest_of(monkeypatch, eager=failing(MemoryError("no room"), steps), peer=systems.SavedOnCpu)
+    assert {name: one.failure for name, one in found.items()} == {"eager": "MemoryError: no room"}
+
+
+def test_gradients_that_are_no_numbers_are_not_the_same() -> None:
+    ones, nans = torch.ones(3), torch.tensor([1.0, math.nan, 1.0])
+    assert largest_difference([ones, ones], [ones, ones]) == 0
+    assert largest_difference([ones, ones, ones], [ones, nans, ones]) == math.inf
+    assert largest_difference([nans], [nans]) == math.inf
+    assert relative_distance([ones, nans], [ones, ones]) == math.inf
+    assert cells("lm", outcome("peer", MIB, gradient_difference=math.inf))[-1] == "not numbers"
+
+
 def test_a_row_says_what_was_predicted_and_a_failure_says_why() -> None:
     rows = {one.system: cells("transformer", one) for one in suite().outcomes["transformer"]}
     assert all(len(row) == len(COLUMNS) for row in rows.values())
     assert rows["Encore"][2:8] == ("40.00 MiB", "2.50x", "40.00 MiB", "500.0 ms", "0.97", "0.95")
     assert rows["activation_memory_budget 0.1"][-1] == "own draws"
     assert rows["torch.compile"][2] == "failed: RuntimeError: no"
+    assert rows["save_on_cpu"][2] == "left out: it is late"
+
+
+def test_every_peer_takes_part_or_is_listed_with_the_reason() -> None:
+    for suite_name, entries in SUITES.items():
+        for name, entry in entries.items():
+            peers = dict(contest._peers(entry, quick=False))
+            assert list(peers) == [
+                "eager", "checkpoint per block", "save_on_cpu", "torch.compile", "activation_memory_budget 0.5",
+                "activation_memory_budget 0.1",
+            ]  # fmt: skip
+            left_out = {peer for peer, how in peers.items() if isinstance(how, str)}
+            assert left_out <= {"checkpoint per block", "activation_memory_budget 0.5"}, (suite_name, name)
+            assert suite_name != "echo" or not left_out
+            quick = dict(contest._peers(entry, quick=True))
+            assert isinstance(quick["activation_memory_budget 0.5"], str)
+            assert callable(quick["torch.compile"])
 
 
 def test_table_page_and_json_hold_every_row() -> None:
@@ -69,9 +204,10 @@ def test_table_page_and_json_hold_every_row() -> None:
     for text in (render(found), page(found)):
         assert all(one.system in text for one in found.outcomes["transformer"])
         assert all(line in text for line in summary(found))
+    assert "- the suite took: 75.50 s" in page(found)
     told = json.loads(found.to_json())
-    assert told["encore_contest"] == 1
-    assert set(told) == {"encore_contest", "suite", "machine", "quick", "rounds", "outcomes", "gradients"}
+    assert violations(told, results.schema("echo")) == []
+    assert told["seconds"] == 75.5
     assert len(told["outcomes"]["transformer"]) == len(found.outcomes["transformer"])
     for row in told["outcomes"]["transformer"]:
         assert set(row) == set(Outcome.__slots__)
@@ -120,6 +256,18 @@ def test_a_peer_computes_the_same(peer: str) -> None:
         assert peaks[1] < peaks[0]
     for mine, its in zip(theirs.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, its.grad)
+
+
+@pytest.mark.slow
+def test_methods_are_compared_in_the_same_time_and_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SUITES, "gist", {"nin": SUITES["gist"]["nin"]})
+    (outcomes,) = run_contest("gist", quick=True).outcomes.values()
+    assert [one.system for one in outcomes if one.failure] == []
+    assert both_against_each("nin", outcomes)
+    found = {one.system: one for one in outcomes}
+    better = min(found["Encore, encoding alone"].peak, found["Encore, recomputing alone"].peak)
+    assert found["Encore, both at the better's peak"].peak <= better
+    assert found["Encore, both"].gradient_difference < 1e-5
 
 
 @pytest.mark.slow

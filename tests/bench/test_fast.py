@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from encore.bench import results
 from encore.bench.fast import FastSuite, FirstStep, Outcome, _in_a_process
 from encore.bench.fast_table import page, render
 from encore.bench.machine import this_machine
 from encore.workloads import TINY_SIZES
+from json_schema import violations
 
 STAGES = {"capture": 4.0, "plan": 1.0, "compile": 5.0, "first run": 0.5}
 FOUND = FastSuite(
@@ -35,10 +39,12 @@ def test_rows() -> None:
 def test_page_and_json_hold_the_same() -> None:
     assert "| nmt | Encore | 300.0 ms | 0.60 | 0.75 | 1.00 MiB | 1.00 MiB | 1.5e-07 |" in page(FOUND)
     data = json.loads(FOUND.to_json())
+    assert violations(data, results.schema("fast")) == []
     assert data["outcomes"]["nmt"][1]["peak"] == 2**20
     assert data["first_steps"][1]["kernels"] == 21
 
 
+@pytest.mark.slow
 def test_a_first_step_in_a_process_of_its_own(tmp_path: Path) -> None:
     found = _in_a_process("Encore, eager lowering", 6, "cold", tmp_path, dict(TINY_SIZES["nmt"]))
     assert found.kernels == 0

@@ -1,7 +1,8 @@
 """Eager PyTorch and Encore side by side: in one process, in turns, as ratios.
 
 `machine` says where, `compare` holds the measurement of one workload, `suite` runs them all, `table` shows them,
-`progress` tells how far it is. What may not live here: models (`workloads/`) and anything that decides or runs plans.
+`schema` says how they are written as JSON, `results` writes them. What may not live here: models (`workloads/`) and
+anything that decides or runs plans.
 """
 
 from encore.bench.compare import Comparison, Trainee, compare, in_turns

@@ -7,11 +7,11 @@ seconds do not. Peaks come from the allocator, not from the prediction.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -128,9 +128,6 @@ class Comparison:
         """How far the prediction is above the measured peak, as a fraction of it; negative if below."""
         return self.predicted_peak / self.encore_peak - 1
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "prediction_error": self.prediction_error}
-
 
 def compare(build: Callable[[], Workload], *, rounds: int, tell: Advance = lambda note: None) -> Comparison:
     """Measure one workload; `tell` is called after each of its `stages`."""
@@ -190,14 +187,26 @@ def simulator_seconds(model: nn.Module) -> float:
 
 
 def times_in_turns(
-    trainees: Mapping[str, Trainee], rounds: int, tell: Advance = lambda note: None
+    trainees: Mapping[str, Trainee],
+    rounds: int,
+    tell: Advance = lambda note: None,
+    failed: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Step times of several systems, the order turning round by round."""
+    """Step times of several systems, the order turning round by round. A system that raises something goes to `failed`,
+    where there is one, and has no times."""
     order = list(trainees)
     seconds: dict[str, list[float]] = {system: [] for system in order}
     for number in range(rounds):
         for system in order[number % len(order) :] + order[: number % len(order)]:
-            seconds[system].append(trainees[system].timed())
+            if system not in seconds:
+                continue
+            try:
+                seconds[system].append(trainees[system].timed())
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed(system, error)
+                del seconds[system]
         tell("rounds in turns")
     return seconds
 
@@ -213,9 +222,15 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def relative_distance(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
-    """How far all tensors together are from others, relative to the size of those."""
+    """How far all tensors together are from others, relative to the size of those; infinite where one holds a NaN."""
     apart = sum(float((one - other).square().sum()) for one, other in zip(found, truth, strict=True))
-    return float((apart / sum(float(other.square().sum()) for other in truth)) ** 0.5)
+    distance = float((apart / sum(float(other.square().sum()) for other in truth)) ** 0.5)
+    return math.inf if math.isnan(distance) else distance
+
+
+def largest_difference(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    """The largest absolute difference of any two elements; infinite where one is a NaN, which no `max` would tell."""
+    return max((_distance(one, other) for one, other in zip(ones, others, strict=True)), default=0.0)
 
 
 def gradient_difference(expected: nn.Module, found: nn.Module) -> float:

@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
-from encore.bench.contest import AS_FAST, BY_HAND, DEFAULT, FLOOR, WITHIN_BUDGET, ContestSuite, Outcome
-from encore.bench.table import machine_rows, markdown_table, seconds_text, terminal_table
+import math
+from collections.abc import Sequence
+
+from encore.bench.contest import (
+    AS_FAST,
+    AT_ITS_PEAK,
+    BOTH,
+    BY_HAND,
+    DEFAULT,
+    ENCODING,
+    FLOOR,
+    METHODS,
+    RECOMPUTING,
+    SLOW,
+    SLOW_ROUNDS,
+    WITHIN_BUDGET,
+    ContestSuite,
+    Outcome,
+)
+from encore.bench.table import machine_section, markdown_table, seconds_text, terminal_table
 from encore.units import bytes_text
 
 COLUMNS = (
@@ -13,7 +31,7 @@ COLUMNS = (
 TITLES = {
     "echo": "Encore beside what people would use instead",
     "gist": "Image classifiers",
-    "rnn": "Recurrent networks",
+    "rnn-workloads": "Recurrent networks",
 }
 OWN_DRAWS = 0.1
 """A distance beyond this is no rounding: the system draws other dropout masks than eager does."""
@@ -27,8 +45,9 @@ to their size; a system that draws its own dropout masks has none."""
 
 
 def cells(workload: str, found: Outcome) -> tuple[str, ...]:
-    if found.failure:
-        return (workload, found.system, f"failed: {found.failure}", *[""] * (len(COLUMNS) - 3))
+    if not found.ran:
+        why = f"failed: {found.failure}" if found.failure else f"left out: {found.left_out}"
+        return (workload, found.system, why, *[""] * (len(COLUMNS) - 3))
     return (
         workload,
         found.system,
@@ -40,22 +59,29 @@ def cells(workload: str, found: Outcome) -> tuple[str, ...]:
         "" if found.predicted_seconds is None else f"{found.predicted_seconds / found.quietest:.2f}",
         "" if found.plan_seconds is None else seconds_text(found.plan_seconds),
         seconds_text(found.first_step),
-        "own draws" if found.gradient_difference > OWN_DRAWS else f"{found.gradient_difference:.1e}",
+        _difference(found.gradient_difference),
     )
+
+
+def _difference(distance: float) -> str:
+    if math.isinf(distance):
+        return "not numbers"
+    return "own draws" if distance > OWN_DRAWS else f"{distance:.1e}"
 
 
 def summary(suite: ContestSuite) -> list[str]:
     """The figures in a sentence each."""
     lines = []
-    for label in (AS_FAST, DEFAULT):
+    for label in (AS_FAST, DEFAULT, *METHODS.get(suite.suite, {})):
         picked = [one for outcomes in suite.outcomes.values() for one in outcomes if one.system == label]
-        if ran := [one for one in picked if not one.failure]:
+        if ran := [one for one in picked if one.ran]:
             mean = sum(one.reduction for one in ran) / len(ran)
             times = ", ".join(f"{one.against_eager:.2f}" for one in ran)
             best = max(one.reduction for one in ran)
             lines.append(f"{label}: {mean:.2f}x less on average, {best:.2f}x at most, at {times} of eager's time")
+    lines += [line for workload, outcomes in suite.outcomes.items() if (line := both_against_each(workload, outcomes))]
     for workload, outcomes in suite.outcomes.items():
-        rest = {one.system: one.peak - suite.gradients[workload] for one in outcomes if not one.failure}
+        rest = {one.system: one.peak - suite.gradients[workload] for one in outcomes if one.ran}
         if FLOOR not in rest:
             continue
         budgets = [size for system, size in rest.items() if system.startswith(WITHIN_BUDGET)]
@@ -64,6 +90,21 @@ def summary(suite: ContestSuite) -> list[str]:
         if against:
             lines.append(f"{workload}: without the gradients, Encore's floor is {', '.join(against)}")
     return lines
+
+
+def both_against_each(workload: str, outcomes: Sequence[Outcome]) -> str:
+    """Encoding and recomputing together beside the better of the two: in the same time, and in the same memory."""
+    ran = {one.system: one for one in outcomes if one.ran}
+    if not {ENCODING, RECOMPUTING, BOTH, AT_ITS_PEAK} <= ran.keys():
+        return ""
+    better = min((ran[ENCODING], ran[RECOMPUTING]), key=lambda one: (one.peak, one.quietest))
+    both, at_its_peak = ran[BOTH], ran[AT_ITS_PEAK]
+    which = "encoding" if better.system == ENCODING else "recomputing"
+    return (
+        f"{workload}: the better one alone, {which}, holds {bytes_text(better.peak)}; both in the same time "
+        f"{bytes_text(both.peak)} ({both.peak / better.peak:.3f}); both in its memory take "
+        f"{at_its_peak.quietest / better.quietest:.3f} of its time"
+    )
 
 
 def _rows(suite: ContestSuite) -> list[tuple[str, ...]]:
@@ -81,6 +122,7 @@ def page(suite: ContestSuite) -> str:
     lines = [f"# {TITLES[suite.suite]}", "", f"Written by `encore bench {suite.suite}{quick} --docs`.", ""]
     lines += [*READING.splitlines(), "", f"![What each system saves, and at which price](benchmarks-{suite.suite}.png)"]
     lines += ["", *markdown_table(COLUMNS, _rows(suite)), "", *(f"- {line}" for line in summary(suite)), ""]
-    lines += [f"- {suite.rounds} rounds a workload, after warm-up", "", "## The machine", ""]
-    lines += [*(f"- {name}: {value}" for name, value in machine_rows(suite.machine)), ""]
+    rounds = f"{suite.rounds} rounds a workload, {SLOW_ROUNDS} where a step of eager takes over {SLOW:.0f} s"
+    lines += [f"- {rounds}, after warm-up", ""]
+    lines += machine_section(suite.machine, suite.seconds)
     return "\n".join(lines)

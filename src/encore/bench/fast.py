@@ -36,6 +36,7 @@ from encore.bench.compare import (
     times_in_turns,
 )
 from encore.bench.machine import Machine, this_machine
+from encore.bench.schema import Layout
 from encore.progress import progress
 from encore.workloads import TINY_SIZES, Workload, build
 
@@ -82,6 +83,9 @@ class FirstStep:
     kernels: int = 0
 
 
+LAYOUT = Layout("encore_bench_fast", 2)
+
+
 @dataclass(frozen=True, slots=True)
 class FastSuite:
     """One run of the suite."""
@@ -92,9 +96,11 @@ class FastSuite:
     outcomes: dict[str, tuple[Outcome, ...]]
     """By workload."""
     first_steps: tuple[FirstStep, ...]
+    seconds: float = 0.0
+    """What all of it took."""
 
     def to_json(self) -> str:
-        return json.dumps({"encore_bench_fast": 1, **asdict(self)}, indent=2)
+        return LAYOUT.to_json(asdict(self))
 
 
 def run_fast(*, quick: bool = False) -> FastSuite:

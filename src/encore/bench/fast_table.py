@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from encore.bench.fast import FastSuite, FirstStep, Outcome
-from encore.bench.table import machine_rows, markdown_row, seconds_text
+from encore.bench.table import machine_section, markdown_row, seconds_text
 from encore.units import bytes_text
 
 COLUMNS = ("workload", "system", "step", "/ eager", "/ torch.compile", "peak", "predicted", "gradient error")
@@ -77,6 +77,6 @@ def page(suite: FastSuite) -> str:
     lines += [*READING.splitlines(), ""]
     for columns, rows in ((COLUMNS, _rows(suite)), (FIRST_COLUMNS, [first_cells(one) for one in suite.first_steps])):
         lines += [markdown_row(columns), markdown_row(["---"] * len(columns)), *(markdown_row(row) for row in rows), ""]
-    lines += [f"- {suite.rounds} rounds a workload, after warm-up", "", "## The machine", ""]
-    lines += [*(f"- {name}: {value}" for name, value in machine_rows(suite.machine)), ""]
+    lines += [f"- {suite.rounds} rounds a workload, after warm-up", ""]
+    lines += machine_section(suite.machine, suite.seconds)
     return "\n".join(lines)

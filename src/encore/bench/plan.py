@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 from dataclasses import asdict, dataclass
 
 import torch
@@ -13,10 +12,14 @@ from encore.bench.budgets import BudgetOutcome, sweep
 from encore.bench.contest import SUITES
 from encore.bench.machine import Machine, this_machine
 from encore.bench.planning import SIZES, PlanningTime, planning_time
+from encore.bench.schema import Layout
 from encore.progress import progress
 from encore.workloads import TINY_SIZES, build
 
 ROUNDS, QUICK_ROUNDS = 3, 1
+
+
+LAYOUT = Layout("encore_bench_plan", 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +33,12 @@ class PlanSuite:
     """By workload, from the smallest to the largest."""
     planning: tuple[PlanningTime, ...]
     """How long it takes to plan large graphs."""
+    seconds: float = 0.0
+    """What all of it took."""
 
     def to_json(self) -> str:
         """Everything as JSON; `encore_bench_plan` is the version of its layout."""
-        return json.dumps({"encore_bench_plan": 2, **asdict(self)}, indent=2)
+        return LAYOUT.to_json(asdict(self))
 
 
 def run_plan(*, quick: bool = False) -> PlanSuite:

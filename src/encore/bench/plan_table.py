@@ -7,7 +7,7 @@ from itertools import pairwise
 from encore.bench.budgets import BudgetOutcome
 from encore.bench.plan import PlanSuite
 from encore.bench.planning import PlanningTime
-from encore.bench.table import machine_rows, markdown_table, seconds_text, terminal_table
+from encore.bench.table import machine_section, markdown_table, seconds_text, terminal_table
 from encore.units import bytes_text
 
 BUDGET_COLUMNS = (
@@ -80,5 +80,5 @@ def page(suite: PlanSuite) -> str:
     lines += [*(f"- {line}" for line in summary(suite)), f"- {suite.rounds} rounds a budget", ""]
     lines += ["## Time to plan", "", PLANNING, ""]
     lines += [*markdown_table(PLANNING_COLUMNS, [planning_cells(found) for found in suite.planning]), ""]
-    lines += ["## The machine", "", *(f"- {name}: {value}" for name, value in machine_rows(suite.machine)), ""]
+    lines += machine_section(suite.machine, suite.seconds)
     return "\n".join(lines)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from encore.bench import plots
+from encore.bench.schema import Layout
 from encore.errors import OptionError
+from encore.whole_files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Found = TypeVar("Found")
 PAGE = """\
 <!doctype html>
 <html lang="en">
@@ -44,13 +49,15 @@ class Results:
     markdown: str
     draw: Callable[[], Figure] | None = None
     """The picture, where there is one to draw."""
+    interrupted: bool = False
+    """A part of the suite: to be looked at, but not to take the place of a whole one."""
 
     def write_docs(self) -> None:
         """The suite's page in `docs`, with its picture beside it."""
         page = docs_page(self.suite)
-        page.write_text(self.markdown)
         if self.draw is not None:
-            page.with_suffix(".png").write_bytes(plots.png(self.draw()))
+            write_whole(page.with_suffix(".png"), plots.png(self.draw()))
+        write_whole(page, self.markdown)
 
     def write_plots(self, folder: Path) -> None:
         """The picture as PNG, and as a page of its own with the table."""
@@ -58,20 +65,27 @@ class Results:
             raise OptionError(f"the suite {self.suite!r} has no picture; leave --plots out")
         figure = self.draw()
         title = html.escape(f"encore bench {self.suite}")
-        (folder / f"{self.suite}.png").write_bytes(plots.png(figure))
         page = PAGE.format(title=title, picture=plots.svg(figure), text=html.escape(self.text))
-        (folder / f"{self.suite}.html").write_text(page)
+        write_whole(folder / f"{self.suite}.png", plots.png(figure))
+        write_whole(folder / f"{self.suite}.html", page)
 
 
 def docs_page(suite: str) -> Path:
-    return Path("docs") / ("benchmarks.md" if suite == "spine" else f"benchmarks-{suite}.md")
+    return Path("docs") / f"benchmarks-{suite}.md"
+
+
+def _timed(run: Callable[[], Found]) -> Found:
+    """A run of a suite, with the seconds that it took."""
+    started = time.perf_counter()
+    found: Any = run()
+    return dataclasses.replace(found, seconds=time.perf_counter() - started)
 
 
 def _spine(*, quick: bool) -> Results:
     from encore.bench.suite import run_suite
     from encore.bench.table import page, render
 
-    suite = run_suite(quick=quick)
+    suite = _timed(lambda: run_suite(quick=quick))
     return Results("spine", render(suite), suite.to_json(), page(suite))
 
 
@@ -79,7 +93,7 @@ def _fast(*, quick: bool) -> Results:
     from encore.bench.fast import run_fast
     from encore.bench.fast_table import page, render
 
-    suite = run_fast(quick=quick)
+    suite = _timed(lambda: run_fast(quick=quick))
     return Results("fast", render(suite), suite.to_json(), page(suite))
 
 
@@ -87,23 +101,69 @@ def _plan(*, quick: bool) -> Results:
     from encore.bench.plan import run_plan
     from encore.bench.plan_table import page, render
 
-    suite = run_plan(quick=quick)
+    suite = _timed(lambda: run_plan(quick=quick))
     return Results("plan", render(suite), suite.to_json(), page(suite), lambda: plots.budgets(suite.budgets))
+
+
+def _accuracy(*, quick: bool) -> Results:
+    from encore.bench.accuracy import run_accuracy
+    from encore.bench.accuracy_table import page, render
+
+    suite = _timed(lambda: run_accuracy(quick=quick))
+    return Results("accuracy", render(suite), suite.to_json(), page(suite), lambda: plots.learning(suite.trainings))
+
+
+def _layers(*, quick: bool) -> Results:
+    from encore.bench.layers import run_layers
+    from encore.bench.layers_table import grid, page, render
+
+    suite = _timed(lambda: run_layers(quick=quick))
+    grids = {stash: grid(suite, stash) for stash in ("fast", "lean")}
+    return Results("rnn", render(suite), suite.to_json(), page(suite), lambda: plots.speeds(grids))
+
+
+def _bptt(*, quick: bool) -> Results:
+    from encore.bench.bptt import run_bptt
+    from encore.bench.bptt_table import page, render
+
+    suite = _timed(lambda: run_bptt(quick=quick))
+    return Results("bptt", render(suite), suite.to_json(), page(suite), lambda: plots.through_time(suite.outcomes))
 
 
 def _contest(name: str, *, quick: bool) -> Results:
     from encore.bench.contest import run_contest
     from encore.bench.contest_table import page, render
 
-    suite = run_contest(name, quick=quick)
-    return Results(name, render(suite), suite.to_json(), page(suite), lambda: plots.tradeoffs(suite.outcomes))
+    suite = _timed(lambda: run_contest(name, quick=quick))
+    return Results(
+        name, render(suite), suite.to_json(), page(suite), lambda: plots.tradeoffs(suite.outcomes), suite.interrupted
+    )
 
 
-SUITES = ("spine", "fast", "plan", "echo", "gist", "rnn")
-DRAWN = ("plan", "echo", "gist", "rnn")
+SUITES = ("spine", "fast", "plan", "echo", "gist", "rnn", "rnn-workloads", "accuracy", "bptt")
+DRAWN = ("plan", "echo", "gist", "rnn", "rnn-workloads", "accuracy", "bptt")
 
 
 def run(suite: str, *, quick: bool) -> Results:
     """Run one suite."""
-    own = {"spine": _spine, "fast": _fast, "plan": _plan}
+    own = {
+        "spine": _spine, "fast": _fast, "plan": _plan, "rnn": _layers, "accuracy": _accuracy, "bptt": _bptt,
+    }  # fmt: skip
     return own[suite](quick=quick) if suite in own else _contest(suite, quick=quick)
+
+
+def schema(suite: str) -> dict[str, Any]:
+    """What a file of the suite's JSON looks like, as JSON Schema."""
+    from encore.bench import accuracy, bptt, contest, fast, layers, plan
+    from encore.bench import suite as spine
+
+    own: dict[str, tuple[Layout, type]] = {
+        "spine": (spine.LAYOUT, spine.Suite),
+        "fast": (fast.LAYOUT, fast.FastSuite),
+        "plan": (plan.LAYOUT, plan.PlanSuite),
+        "rnn": (layers.LAYOUT, layers.LayerSuite),
+        "accuracy": (accuracy.LAYOUT, accuracy.AccuracySuite),
+        "bptt": (bptt.LAYOUT, bptt.BpttSuite),
+    }
+    layout, kind = own.get(suite, (contest.LAYOUT, contest.ContestSuite))
+    return layout.schema(kind)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
 from encore.bench.compare import STAGES, Comparison, compare
 from encore.bench.machine import Machine, this_machine
+from encore.bench.schema import Layout
 from encore.progress import progress
 from encore.workloads import TINY_SIZES, build
 
 SUITE = ("nmt", "transformer", "resnet", "speech")
 ROUNDS = 9
 QUICK_ROUNDS = 7
+
+
+LAYOUT = Layout("encore_bench", 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,12 @@ class Suite:
     quick: bool
     """Tiny sizes: a check that everything works. Its times say little."""
     comparisons: tuple[Comparison, ...]
+    seconds: float = 0.0
+    """What all of it took."""
 
     def to_json(self) -> str:
         """Everything as JSON; `encore_bench` is the version of its layout."""
-        found: dict[str, Any] = {"encore_bench": 1, "machine": asdict(self.machine), "quick": self.quick}
-        found["comparisons"] = [comparison.to_dict() for comparison in self.comparisons]
-        return json.dumps(found, indent=2)
+        return LAYOUT.to_json(asdict(self))
 
 
 def run_suite(*, quick: bool = False) -> Suite:

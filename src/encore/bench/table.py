@@ -78,11 +78,11 @@ def notes(suite: Suite) -> list[str]:
 
 
 def page(suite: Suite) -> str:
-    """`docs/benchmarks.md`."""
+    """`docs/benchmarks-spine.md`."""
     lines = [
-        "# Benchmarks",
+        "# The eager lowering beside eager itself",
         "",
-        "Written by `encore bench --quick --docs`." if suite.quick else "Written by `encore bench --docs`.",
+        f"Written by `encore bench spine{' --quick' if suite.quick else ''} --docs`.",
         "",
         *READING.splitlines(),
         "",
@@ -93,10 +93,7 @@ def page(suite: Suite) -> str:
         *(f"- {note}" for note in notes(suite)),
         f"- {suite.comparisons[0].rounds} rounds a workload, after warm-up",
         "",
-        "## The machine",
-        "",
-        *(f"- {name}: {value}" for name, value in machine_rows(suite.machine)),
-        "",
+        *machine_section(suite.machine, suite.seconds),
     ]
     return "\n".join(lines)
 
@@ -119,6 +116,12 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> lis
 
 def markdown_row(texts: Sequence[str]) -> str:
     return f"| {' | '.join(texts)} |"
+
+
+def machine_section(machine: Machine, seconds: float) -> list[str]:
+    """How a page ends: where its figures come from, and how long they took."""
+    rows = [*machine_rows(machine), ("the suite took", seconds_text(seconds))]
+    return ["## The machine", "", *(f"- {name}: {value}" for name, value in rows), ""]
 
 
 def machine_rows(machine: Machine) -> list[tuple[str, str]]:

@@ -1,0 +1,176 @@
+"""The suite `accuracy`: does a network learn as well when its feature maps are held in fewer bits?
+
+One CNN and one LSTM, each trained several times from the same weights on the same batches: by eager PyTorch; by Encore
+with encodings alone, lossless and with one lossy type at a time, as few bytes as there can be; and by eager with every
+module's output, a recurrent cell's state among them, reduced to that type at once, so that forward computes with it.
+The last is what Gist argues against (Jain et al., ISCA 2018): the same bits are lost, but the error travels through
+every layer above.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import encore
+from encore.bench.machine import Machine, this_machine
+from encore.bench.schema import Layout
+from encore.codecs import CODECS, Codec
+from encore.progress import progress
+from encore.workloads import TINY_SIZES, Workload, build
+
+SIZES: dict[str, dict[str, int]] = {
+    "vgg16": {"batch_size": 32, "width": 16, "resolution": 32, "classes": 10},
+    "lm": {"batch_size": 16, "hidden": 128, "steps": 35},
+}
+STEPS, QUICK_STEPS = 200, 4
+LOSSY = ("fp16", "fp10", "fp8_e4m3")
+"""Types that feature maps are held in, from the widest to the narrowest."""
+EAGER, LOSSLESS = "eager", "Encore, lossless"
+LAST = 20
+"""Steps at the end whose mean loss is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One run of one variant."""
+
+    variant: str
+    losses: tuple[float, ...]
+    """Of every step; it ends where the loss was no number any more."""
+    score: dict[str, float]
+    """On data that no batch contained; empty where training failed."""
+    peak: int
+    """Measured, of one step."""
+    off: float
+    """The largest distance from eager's loss at any step, relative to it."""
+
+    @property
+    def diverged(self) -> bool:
+        return not math.isfinite(self.losses[-1])
+
+    @property
+    def loss(self) -> float:
+        """The mean of the last steps."""
+        last = self.losses[-LAST:]
+        return sum(last) / len(last)
+
+
+LAYOUT = Layout("encore_accuracy", 2)
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracySuite:
+    """One run of the suite."""
+
+    machine: Machine
+    quick: bool
+    steps: int
+    trainings: dict[str, tuple[Training, ...]]
+    """By workload."""
+    seconds: float = 0.0
+    """What all of it took."""
+
+    def to_json(self) -> str:
+        """Everything as JSON; `encore_accuracy` is the version of its layout."""
+        return LAYOUT.to_json(asdict(self))
+
+
+def run_accuracy(*, quick: bool = False) -> AccuracySuite:
+    """Train everything, telling on stderr how far it is."""
+    steps = QUICK_STEPS if quick else STEPS
+    trainings = {}
+    for name, sizes in SIZES.items():
+        make = functools.partial(build, name, **(TINY_SIZES[name] if quick else sizes))
+        with progress(f"{name:<11}", len(variants())) as tell:
+            trainings[name] = _trainings(make, steps, tell)
+    return AccuracySuite(this_machine(), quick, steps, trainings)
+
+
+def variants() -> dict[str, Callable[[nn.Module], nn.Module]]:
+    """How a model is trained, by name."""
+    found: dict[str, Callable[[nn.Module], nn.Module]] = {EAGER: lambda model: model, LOSSLESS: _encoded}
+    for name in LOSSY:
+        found[f"Encore, {name}"] = functools.partial(_encoded, lossy=(name,))
+        found[f"{name} at once"] = functools.partial(reduce_at_once, codec=CODECS[name])
+    return found
+
+
+def _encoded(model: nn.Module, **options: Any) -> nn.Module:
+    return encore.compile(model, budget="min", methods="encode", **options)
+
+
+def _trainings(make: Callable[[], Workload], steps: int, tell: Callable[[str], None]) -> tuple[Training, ...]:
+    found: list[Training] = []
+    for variant, prepare in variants().items():
+        found.append(_train(variant, make(), prepare, steps, found[0].losses if found else ()))
+        tell(f"{variant}: loss {found[-1].loss:.4f}")
+        torch.compiler.reset()
+        gc.collect()
+    return tuple(found)
+
+
+def _train(
+    variant: str,
+    workload: Workload,
+    prepare: Callable[[nn.Module], nn.Module],
+    steps: int,
+    truth: tuple[float, ...],
+) -> Training:
+    model = prepare(workload.model)
+    optimizer = torch.optim.Adam(workload.model.parameters(), workload.learning_rate)
+    losses: list[float] = []
+    torch.manual_seed(0)
+    for number in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(*workload.batch(number))
+        loss.backward()
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            break
+        optimizer.step()
+    finished = math.isfinite(losses[-1])
+    off = max((abs(mine - its) / abs(its) for mine, its in zip(losses, truth, strict=False)), default=0.0)
+    off = off if finished else math.inf  # no `max` tells of a NaN
+    optimizer.zero_grad(set_to_none=True)
+    peak = encore.measure(lambda: model(*workload.batch(0)).backward()).step_peak
+    return Training(variant, tuple(losses), workload.score(model) if finished else {}, peak, off)
+
+
+def reduce_at_once(model: nn.Module, codec: Codec) -> nn.Module:
+    """Every module within the model hands on its outputs as the codec gives them back: layers, and recurrent cells
+    their states. Gradients pass as if nothing had happened."""
+
+    def reduced(module: nn.Module, args: Any, output: Any) -> Any:
+        return _reduced(output, codec)
+
+    for module in model.modules():
+        if module is not model:
+            module.register_forward_hook(reduced)
+    return model
+
+
+def _reduced(output: Any, codec: Codec) -> Any:
+    if isinstance(output, tuple | list):
+        return type(output)(_reduced(one, codec) for one in output)
+    if not isinstance(output, Tensor) or not codec.accepts(output.shape, output.dtype):
+        return output
+    return _Reduce.apply(output, codec)
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codec: Codec) -> Tensor:
+        code = codec.encode(*codec.encode_args(x))
+        return codec.decode(*codec.decode_args(code, x.shape, x.stride(), x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None

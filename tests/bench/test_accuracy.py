@@ -1,0 +1,84 @@
+"""The suite of learning curves: what it tells, and the variant that rounds at once."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from encore.bench import plots, results
+from encore.bench.accuracy import AccuracySuite, Training, reduce_at_once, run_accuracy, variants
+from encore.bench.accuracy_table import COLUMNS, cells, page, render
+from encore.bench.machine import this_machine
+from encore.codecs import CODECS
+from encore.workloads.cell import LSTMStack
+from json_schema import violations
+
+MIB = 2**20
+
+
+def suite() -> AccuracySuite:
+    found = (
+        Training("eager", (2.0, 1.0), {"accuracy": 0.9}, 10 * MIB, 0.0),
+        Training("Encore, fp16", (2.0, 1.001), {"accuracy": 0.9}, 4 * MIB, 1e-3),
+        Training("fp8_e4m3 at once", (2.0, math.nan), {}, 10 * MIB, 0.5),
+    )
+    return AccuracySuite(this_machine(), True, 2, {"vgg16": found})
+
+
+def test_a_row_tells_what_was_lost_and_saved() -> None:
+    eager, held, at_once = suite().trainings["vgg16"]
+    assert cells("vgg16", eager, eager.peak)[2:] == ("1.5000", "accuracy 0.900", "", "10.00 MiB", "1.00x")
+    assert cells("vgg16", held, eager.peak)[2:] == ("1.5005", "accuracy 0.900", "1.0e-03", "4.00 MiB", "2.50x")
+    assert cells("vgg16", at_once, eager.peak)[2] == "diverged at step 2"
+
+
+def test_table_page_and_picture_show_every_variant() -> None:
+    for text in (render(suite()), page(suite())):
+        assert all(column in text for column in COLUMNS)
+        assert all(one.variant in text for one in suite().trainings["vgg16"])
+    assert plots.png(plots.learning(suite().trainings)).startswith(b"\x89PNG")
+
+
+def test_the_json_says_its_version() -> None:
+    told = json.loads(suite().to_json())
+    assert violations(told, results.schema("accuracy")) == []
+    assert told["trainings"]["vgg16"][1]["losses"] == [2.0, 1.001]
+
+
+def test_reducing_at_once_rounds_the_states_of_recurrent_cells() -> None:
+    torch.manual_seed(0)
+    stack = LSTMStack(4, 4, 2)
+    reduce_at_once(nn.Sequential(stack), CODECS["fp8_e4m3"])
+    states = stack(torch.randn(3, 4), stack.initial_states(torch.randn(3, 2, 4)))
+    for state in (one for pair in states for one in pair):
+        assert torch.equal(state, state.detach().to(torch.float8_e4m3fn).float())
+
+
+def test_reducing_at_once_rounds_what_layers_hand_on_and_lets_gradients_pass() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Tanh())
+    x = torch.randn(3, 7)
+    exact = model(x)
+    reduce_at_once(model, CODECS["fp10"])
+    rounded = model(x)
+    assert not torch.equal(rounded, exact)
+    torch.testing.assert_close(rounded, exact, atol=0.1, rtol=0.1)
+    mantissa = rounded.detach().frexp().mantissa * 2**5
+    assert torch.equal(mantissa, mantissa.round())
+    rounded.sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_every_variant_trains() -> None:
+    found = run_accuracy(quick=True)
+    for trainings in found.trainings.values():
+        assert [one.variant for one in trainings] == list(variants())
+        eager, lossless, *others = trainings
+        assert lossless.peak <= eager.peak
+        assert lossless.off < 1e-4
+        assert all(math.isfinite(one.loss) and one.score.keys() == eager.score.keys() for one in others)
