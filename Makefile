@@ -24,10 +24,7 @@ test-all: install lint
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 bench: install
-	$(BIN)/encore bench spine
-	$(BIN)/encore bench fast
-	$(BIN)/encore bench echo
-	$(BIN)/encore bench plan
+	for suite in spine fast echo gist rnn rnn-workloads plan accuracy bptt; do $(BIN)/encore bench $$suite || exit 1; done
 
 lint: install
 	$(BIN)/ruff check .

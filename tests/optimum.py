@@ -19,7 +19,7 @@ from scipy.sparse import csr_array
 
 from encore.graph import Graph, Op, OpClass, Storage, Value
 from encore.graph.values import Ref, map_refs, refs
-from encore.plan.sketch import Seconds
+from encore.plan.stand_ins import Seconds
 from encore.schedule import Schedule
 from encore.schedule.order import free_at_last_use, order_backward
 from encore.schedule.recompute import owners, recomputable

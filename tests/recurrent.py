@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import encore
-from encore.rnn import layer, native, plain
+from encore.cost.measure import measure_cpu
+from encore.rnn import WORKSPACES, layer, native, plain
 
 KINDS = ("LSTM", "GRU", "RNN")
 
@@ -74,3 +76,19 @@ def kernels(chosen: ModuleType) -> Iterator[None]:
 both_kernels: Callable[[Any], Any] = pytest.mark.parametrize(
     "steps", [native, plain], ids=["native", "plain"]
 )  # fmt: skip
+
+
+class Workspace(TorchDispatchMode):
+    """Measures each of the operators: what it allocated at its worst moment beyond what it returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in WORKSPACES:
+            return func(*args, **(kwargs or {}))
+        told = WORKSPACES[func](*args)
+        measured = measure_cpu(lambda: func(*args))
+        self.seen.append((func, told, measured.step_peak - measured.left))
+        return measured.result

@@ -27,6 +27,7 @@ commands:
     estimate  predict what a training step takes; nothing runs
     plan      show the plan that a budget gets, and all others; nothing runs
     train     train a workload within a budget; a run that was killed goes on
+    tune      measure the layouts of recurrent layers, and keep the fastest of each size
     bench     compare Encore with eager PyTorch and with torch.compile
 """
 
@@ -52,7 +53,7 @@ options:
   --json      print the facts as JSON
 """,
     "estimate": """\
-usage: encore estimate [-h] [--budget B] [--json] TARGET
+usage: encore estimate [-h] [--budget B] [--tiers T] [--json] TARGET
 
 Predict what a training step takes; nothing runs.
 
@@ -62,10 +63,11 @@ positional arguments:
 options:
   -h, --help  show this help message and exit
   --budget B  bytes, 2GiB, 500MB, 60% or min; exit code 2 if out of reach
+  --tiers T   where feature maps may go between forward and backward, such as disk or host,disk
   --json      print the estimate as JSON
 """,
     "plan": """\
-usage: encore plan [-h] [--budget B] [--save FILE] [--html FILE] [--json] TARGET
+usage: encore plan [-h] [--budget B] [--tiers T] [--save FILE] [--html FILE] [--json] TARGET
 
 Show the plan that a budget gets, and all others; nothing runs.
 
@@ -75,12 +77,13 @@ positional arguments:
 options:
   -h, --help   show this help message and exit
   --budget B   bytes, 2GiB, 500MB, 60% or min (default: min)
+  --tiers T    where feature maps may go between forward and backward, such as disk or host,disk
   --save FILE  write the plan to FILE, for encore.compile(plan=FILE)
   --html FILE  write the plan's page to FILE, for a browser
   --json       print the plan as JSON
 """,
     "train": """\
-usage: encore train [-h] [--budget B] [--overhead F] [--eager] [--lowering L] [--steps N] [--batch-size N]
+usage: encore train [-h] [--budget B] [--overhead F] [--eager] [--lowering L] [--tiers T] [--steps N] [--batch-size N]
                     [--size NAME=N] [--source FILE] [--target FILE] [--learning-rate R] [--seed N] [--checkpoint DIR]
                     [--every N] [--largest-batch] [--json]
                     WORKLOAD
@@ -96,6 +99,7 @@ options:
   --overhead F       extra time allowed, as a fraction (default: 0.05)
   --eager            plain PyTorch, to compare with
   --lowering L       fused or eager: whose gradients are plain PyTorch's, bit for bit
+  --tiers T          where feature maps may go between forward and backward, such as disk or host,disk
   --steps N          steps to train in all (default: 100)
   --batch-size N     examples a step (default: the workload's)
   --size NAME=N      a size, such as hidden=512, or tiny
@@ -108,13 +112,33 @@ options:
   --largest-batch    find the largest batch that fits, with and without Encore
   --json             print the numbers as JSON
 """,
+    "tune": """\
+usage: encore tune [-h] [--cell CELL [CELL ...]] [--hidden N [N ...]] [--inputs N] [--batch N [N ...]]
+                   [--steps N [N ...]] [--stash S [S ...]] [--dtype T] [--device D] [--again] [--json]
+
+Measure the layouts of recurrent layers, and keep the fastest of each size.
+
+options:
+  -h, --help            show this help message and exit
+  --cell CELL [CELL ...]
+                        LSTM, GRU, RNN (default: LSTM)
+  --hidden N [N ...]    units (256 512)
+  --inputs N            width of the input (default: the units)
+  --batch N [N ...]     sequences at a time (8 64)
+  --steps N [N ...]     their length (35 100)
+  --stash S [S ...]     fast, lean (default: both)
+  --dtype T             such as bfloat16 (default: float32)
+  --device D            cpu or cuda (default: cpu)
+  --again               measure what is known already once more
+  --json                print the figures as JSON
+""",
     "bench": """\
-usage: encore bench [-h] [--quick] [--json FILE] [--plots FOLDER] [--docs] [suite]
+usage: encore bench [-h] [--quick] [--json FILE] [--plots FOLDER] [--docs] [--schema] [suite]
 
 Compare Encore with eager PyTorch and with torch.compile.
 
 positional arguments:
-  suite           spine, fast, plan, echo, gist or rnn (default: echo)
+  suite           spine, fast, plan, echo, gist, rnn, rnn-workloads, accuracy or bptt (default: echo)
 
 options:
   -h, --help      show this help message and exit
@@ -122,6 +146,7 @@ options:
   --json FILE     write the numbers to FILE as JSON
   --plots FOLDER  draw the suite into FOLDER, as PNG and as a page
   --docs          write the suite's page in docs
+  --schema        print the JSON Schema of the suite's JSON; nothing runs
 """,
 }
 
@@ -187,7 +212,7 @@ def test_the_default_named_in_the_help_is_the_default() -> None:
     assert f"(default: {demo.STEPS})" in HELP_OF["demo"]
 
 
-@pytest.mark.parametrize("argv", [["tune"], [], ["estimate"], ["demo", "--steps", "many"]])
+@pytest.mark.parametrize("argv", [["hum"], [], ["estimate"], ["demo", "--steps", "many"]])
 def test_what_is_not_understood_leaves_with_1(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(argv)
@@ -197,7 +222,7 @@ def test_what_is_not_understood_leaves_with_1(argv: list[str], capsys: pytest.Ca
 
 def test_an_unknown_command_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["tune"])
+        main(["hum"])
     message = capsys.readouterr().err
     assert all(name in message for name in HELP_OF)
 
@@ -286,6 +311,25 @@ def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.Captu
 def test_demo_needs_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--steps", "1"]) == 1
     assert "at least 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--save", "--html"])
+def test_plan_tells_of_a_missing_folder_before_it_plans(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "targets_of_test_cli:broken", option, "nowhere/x"]) == 1
+    assert capsys.readouterr().err == (
+        "encore: nowhere/x cannot be written: there is no folder 'nowhere'; make it first\n"
+    )
+
+
+def test_what_the_system_refuses_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise PermissionError(13, "Permission denied", "somewhere")
+
+    monkeypatch.setattr(machine, "this_machine", refuse)
+    assert main(["env"]) == 1
+    assert capsys.readouterr().err == "encore: [Errno 13] Permission denied: 'somewhere'\n"
 
 
 def test_bench_tells_of_a_missing_folder_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:

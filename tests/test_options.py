@@ -52,6 +52,10 @@ def test_budgets_that_are_refused_say_what_is_accepted(written: Any) -> None:
         ({"resident": True}, "bytes"),
         ({"recompile_limit": 0}, "at least 1"),
         ({"lowering": "fast"}, "'eager'"),
+        ({"methods": "compress"}, "'compress' is not a way to hold less; there are .*'encode'"),
+        ({"methods": ()}, "names none"),
+        ({"lossy": "bits"}, "'bits' is not a codec that loses something"),
+        ({"lossy": 0.5}, "give True, False"),
         ({"optimizer": "Adam"}, "not a torch.optim.Optimizer"),
     ],
 )

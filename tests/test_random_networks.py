@@ -22,6 +22,7 @@ import encore
 from against_eager import run_step
 from captured import captured, drop_gradients, train_step
 from encore.api import compiled_call
+from encore.options import METHODS
 from encore.schedule import Fused, Schedule, fuse, replay, simulate
 from tiny_steps import errors_of
 
@@ -253,21 +254,57 @@ def check_promises(reads_tokens: bool, specs: list[Spec], lowering: str) -> None
     assert replay(schedule) == max(moment.peak for moment in simulate(schedule).moments if moment.phase != "end")
 
 
+def check_codes(reads_tokens: bool, specs: list[Spec], methods: tuple[str, ...]) -> None:
+    """As little as these methods can hold: eager's bits, within the prediction, and legal step by step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = Network(reads_tokens, specs)
+    x = plain.example()
+    network = encore.compile(copy.deepcopy(plain), lowering="eager", budget="min", methods=methods)
+    assert encore.verify(network, x).bit_equal
+    drop_gradients(network)
+    measured = encore.measure(lambda: train_step(network, x)).step_peak
+    drop_gradients(network)
+    report = encore.report(network)
+    assert measured <= report.planned.step_peak <= report.unplanned.step_peak
+    assert {row.action for row in report.decisions} <= {"keep", *methods}
+    session = compiled_call(network).session
+    (graph,) = session.last_step
+    predicted = graph.plan.timeline.step_peak
+    assert replay(graph.plan.schedule, limit=predicted, workspace=session.workspaces) <= predicted
+
+
 def assert_close_to_float64(found: dict[str, torch.Tensor], plain: Network, x: torch.Tensor) -> None:
     for name, (ours, eagers) in errors_of(found, plain, (x,)).items():
         assert ours <= 1.5 * eagers + 2e-6, name
 
 
-@examples(25, derandomize=True)
+@examples(8, derandomize=True)
 @networks
 def test_a_random_network_keeps_every_promise(reads_tokens: bool, specs: list[Spec]) -> None:
     check_promises(reads_tokens, specs, "eager")
 
 
-@examples(10, derandomize=True)
+@examples(3, derandomize=True)
 @networks
 def test_a_random_network_keeps_every_promise_in_kernels(reads_tokens: bool, specs: list[Spec]) -> None:
     check_promises(reads_tokens, specs, "fused")
+
+
+@examples(3, derandomize=True)
+@networks
+def test_a_random_network_keeps_its_promises_in_codes(reads_tokens: bool, specs: list[Spec]) -> None:
+    check_codes(reads_tokens, specs, ("encode",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("methods", [("encode",), METHODS], ids=" and ".join)
+@examples(100)
+@networks
+def test_many_random_networks_keep_their_promises_in_codes(
+    methods: tuple[str, ...], reads_tokens: bool, specs: list[Spec]
+) -> None:
+    check_codes(reads_tokens, specs, methods)
 
 
 @pytest.mark.slow
@@ -284,7 +321,7 @@ def test_many_random_networks_keep_every_promise_in_kernels(reads_tokens: bool, 
     check_promises(reads_tokens, specs, "fused")
 
 
-@examples(10, derandomize=True)
+@examples(3, derandomize=True)
 @networks
 def test_the_layers_of_a_network_repeated_have_no_other_kernels(reads_tokens: bool, specs: list[Spec]) -> None:
     """Twice the same network, side by side: equal structures have equal kernels."""

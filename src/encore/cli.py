@@ -1,4 +1,4 @@
-"""The command line: `encore demo | env | estimate | plan | train | bench`.
+"""The command line: `encore demo | env | estimate | plan | train | tune | bench`.
 
 Exit codes: 0 done; 1 an error, told in one line on stderr; 2 a budget that cannot be met, and nothing else.
 Results go to stdout, progress and errors to stderr.
@@ -17,11 +17,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import encore
+from encore.api import estimate_with
 from encore.errors import BudgetError, EncoreError, OptionError, listed
+from encore.options import make_options
 from encore.units import bytes_text
+from encore.whole_files import check_file, check_folder, write_whole
 
 DONE, FAILED, DOES_NOT_FIT = 0, 1, 2
 TARGET = "package.module:factory; the factory returns (model, args) or (model, args, kwargs), on any device"
+
+TIERS = "where feature maps may go between forward and backward, such as disk or host,disk"
 
 
 class TargetError(EncoreError):
@@ -45,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"encore: {error}", file=sys.stderr)
         return DOES_NOT_FIT
     except EncoreError as error:
+        print(f"encore: {error}", file=sys.stderr)
+        return FAILED
+    except OSError as error:  # a disk that is full, a pipe that is closed: nothing that a trace of ours would explain
         print(f"encore: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
@@ -74,11 +82,13 @@ def parser() -> argparse.ArgumentParser:
     estimate = command("estimate", run_estimate, "predict what a training step takes; nothing runs")
     estimate.add_argument("target", metavar="TARGET", help=TARGET)
     estimate.add_argument("--budget", metavar="B", help="bytes, 2GiB, 500MB, 60%% or min; exit code 2 if out of reach")
+    estimate.add_argument("--tiers", metavar="T", help=TIERS)
     estimate.add_argument("--json", action="store_true", help="print the estimate as JSON")
 
     plan = command("plan", run_plan, "show the plan that a budget gets, and all others; nothing runs")
     plan.add_argument("target", metavar="TARGET", help=TARGET)
     plan.add_argument("--budget", metavar="B", default="min", help="bytes, 2GiB, 500MB, 60%% or min (default: min)")
+    plan.add_argument("--tiers", metavar="T", help=TIERS)
     plan.add_argument("--save", type=Path, metavar="FILE", help="write the plan to FILE, for encore.compile(plan=FILE)")
     plan.add_argument("--html", type=Path, metavar="FILE", help="write the plan's page to FILE, for a browser")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -91,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--lowering", metavar="L", help="fused or eager: whose gradients are plain PyTorch's, bit for bit"
     )
+    train.add_argument("--tiers", metavar="T", help=TIERS)
     train.add_argument("--steps", type=int, default=100, metavar="N", help="steps to train in all (default: 100)")
     train.add_argument("--batch-size", type=int, metavar="N", help="examples a step (default: the workload's)")
     train.add_argument(
@@ -109,23 +120,41 @@ def parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--json", action="store_true", help="print the numbers as JSON")
 
+    tune = command("tune", run_tune, "measure the layouts of recurrent layers, and keep the fastest of each size")
+    tune.add_argument("--cell", nargs="+", default=["LSTM"], metavar="CELL", help="LSTM, GRU, RNN (default: LSTM)")
+    tune.add_argument("--hidden", nargs="+", type=int, default=[256, 512], metavar="N", help="units (256 512)")
+    tune.add_argument("--inputs", type=int, metavar="N", help="width of the input (default: the units)")
+    tune.add_argument("--batch", nargs="+", type=int, default=[8, 64], metavar="N", help="sequences at a time (8 64)")
+    tune.add_argument("--steps", nargs="+", type=int, default=[35, 100], metavar="N", help="their length (35 100)")
+    tune.add_argument("--stash", nargs="+", default=["fast", "lean"], metavar="S", help="fast, lean (default: both)")
+    tune.add_argument("--dtype", default="float32", metavar="T", help="such as bfloat16 (default: float32)")
+    tune.add_argument("--device", default="cpu", metavar="D", help="cpu or cuda (default: cpu)")
+    tune.add_argument("--again", action="store_true", help="measure what is known already once more")
+    tune.add_argument("--json", action="store_true", help="print the figures as JSON")
+
     bench = command("bench", run_bench, "compare Encore with eager PyTorch and with torch.compile")
-    bench.add_argument("suite", nargs="?", default="echo", help="spine, fast, plan, echo, gist or rnn (default: echo)")
+    suites = "spine, fast, plan, echo, gist, rnn, rnn-workloads, accuracy or bptt (default: echo)"
+    bench.add_argument("suite", nargs="?", default="echo", help=suites)
     bench.add_argument("--quick", action="store_true", help="tiny sizes: does everything work?")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE as JSON")
     bench.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the suite into FOLDER, as PNG and as a page")
     bench.add_argument("--docs", action="store_true", help="write the suite's page in docs")
+    bench.add_argument("--schema", action="store_true", help="print the JSON Schema of the suite's JSON; nothing runs")
     return top
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
     from encore import demo
 
+    folder = demo.FOLDER if arguments.output is None else arguments.output
+    check_folder(folder)  # a minute before it is needed
     found = demo.run(demo.STEPS if arguments.steps is None else arguments.steps)
-    written = found.write(demo.FOLDER if arguments.output is None else arguments.output)
+    written = found.write(folder)
     print(found.to_json() if arguments.json else found)
     print(f"\nto look at: {', '.join(map(str, written))}", file=sys.stderr)
-    return DONE
+    for problem in found.problems:
+        print(f"encore: {problem}", file=sys.stderr)
+    return FAILED if found.problems else DONE
 
 
 def run_env(arguments: argparse.Namespace) -> int:
@@ -143,8 +172,7 @@ def run_env(arguments: argparse.Namespace) -> int:
 
 
 def run_estimate(arguments: argparse.Namespace) -> int:
-    model, args, kwargs = load_target(arguments.target)
-    estimate = encore.estimate(model, *args, **kwargs)
+    estimate = _estimate(arguments)
     shown: dict[str, Any] = {**estimate.report.to_dict(), "floor": estimate.floor, "pareto": estimate.pareto}
     refusal: BudgetError | None = None
     if arguments.budget is not None:
@@ -164,9 +192,17 @@ def run_estimate(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def _estimate(arguments: argparse.Namespace) -> encore.Estimate:
+    """Of the target; tiers are checked before it is loaded."""
+    options = make_options({"tiers": arguments.tiers and arguments.tiers.split(",")})
+    return estimate_with(options, *load_target(arguments.target))
+
+
 def run_plan(arguments: argparse.Namespace) -> int:
-    model, args, kwargs = load_target(arguments.target)
-    estimate = encore.estimate(model, *args, **kwargs)
+    for file in (arguments.save, arguments.html):
+        if file is not None:  # planning may take a while: say so before
+            check_file(file)
+    estimate = _estimate(arguments)
     pareto = estimate.pareto  # which the report then tells exactly
     report = estimate.plan(arguments.budget)
     if arguments.save is not None:
@@ -191,11 +227,22 @@ def run_train(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def run_tune(arguments: argparse.Namespace) -> int:
+    from encore import tune
+
+    found = tune.run(arguments)
+    print(tune.to_json(found) if arguments.json else tune.render(found))
+    return DONE
+
+
 def run_bench(arguments: argparse.Namespace) -> int:
     from encore.bench import results
 
     if arguments.suite not in results.SUITES:
         raise OptionError(f"no suite is called {arguments.suite!r}; known suites: {', '.join(results.SUITES)}")
+    if arguments.schema:
+        print(json.dumps(results.schema(arguments.suite), indent=2))
+        return DONE
     if arguments.plots is not None and arguments.suite not in results.DRAWN:
         raise OptionError(f"the suite {arguments.suite!r} has no picture; leave --plots out")
     docs = results.docs_page(arguments.suite).parent if arguments.docs else None
@@ -203,10 +250,17 @@ def run_bench(arguments: argparse.Namespace) -> int:
     for option, needed in {"--json": folder, "--plots": arguments.plots, "--docs": docs}.items():
         if needed is not None and not needed.is_dir():  # a benchmark takes minutes: say so before, not after
             raise OptionError(f"{option} writes into {str(needed)!r}, but there is no such folder here; make it first")
+        if needed is not None:
+            check_folder(needed)
+    if arguments.json is not None:
+        check_file(arguments.json)
     found = results.run(arguments.suite, quick=arguments.quick)
     print(found.text)
+    if found.interrupted:
+        print("encore: interrupted; this is what was done before, and nothing of it was written", file=sys.stderr)
+        return FAILED
     if arguments.json is not None:
-        arguments.json.write_text(found.json + "\n")
+        write_whole(arguments.json, found.json + "\n")
     if arguments.plots is not None:
         found.write_plots(arguments.plots)
     if arguments.docs:

@@ -14,11 +14,17 @@ from encore.errors import OptionError, listed
 
 if TYPE_CHECKING:
     from encore.plan import SavedPlan
+    from encore.tiers import Tier
 
 LOWERINGS = ("fused", "eager")
+METHODS = ("recompute", "encode", "stash")
+"""What may become of a feature map that is not kept: computed again, held as a code, or, by a recurrent layer, built
+again from what it keeps."""
 FUSED_PASSES = (
-    "narrow_indices", "narrow_masks", "channels_last", "split_convolutions", "transpose_weights", "hoist_projections",
-    "merge_siblings", "fold_additions", "stack_weight_gradients", "split_head", "fuse",
+    "recurrent", "score_attention", "block_attention", "read_sizes", "mask_before_unpooling", "read_kept",
+    "sign_masks", "narrow_masks", "channels_last", "split_convolutions", "sign_bits", "pool_maps", "narrow_indices",
+    "transpose_weights", "hoist_projections", "merge_siblings", "fold_additions", "stack_weight_gradients",
+    "postpone_gradients", "split_head", "fuse",
 )  # fmt: skip
 """What the fused lowering does to a graph, in this order; each can be skipped."""
 DEFAULT_OVERHEAD = 0.05
@@ -110,6 +116,15 @@ class Options:
     keep: tuple[str, ...] = ()
     """Modules (patterns such as "encoder.*") whose feature maps stay in memory whatever the budget."""
 
+    methods: tuple[str, ...] = METHODS
+    """What may become of feature maps that are not kept, out of `METHODS`."""
+
+    lossy: tuple[str, ...] = ()
+    """Codecs that may be used though they do not give the very bits back; `lossy=True` allows every one there is."""
+
+    tiers: tuple[str | Tier, ...] = ()
+    """Where feature maps may go between forward and backward: "disk", "host" (from a GPU), or tiers made before."""
+
     recompile_limit: int = 16
     """How many shapes (or other variants) of one model are planned before the rest runs as plain eager PyTorch."""
 
@@ -146,6 +161,12 @@ def make_options(given: Mapping[str, Any]) -> Options:
             raise OptionError(f"the plan was made for lowering={chosen['plan'].lowering!r}, not {lowering!r}")
     if "keep" in chosen:
         chosen["keep"] = _patterns(chosen["keep"])
+    if "methods" in chosen:
+        chosen["methods"] = _methods(chosen["methods"])
+    if "lossy" in chosen:
+        chosen["lossy"] = _lossy(chosen["lossy"])
+    if "tiers" in chosen:
+        chosen["tiers"] = _tiers(chosen["tiers"])
     if optimizer is not None:
         chosen["resident"] = chosen.get("resident", 0) + optimizer_bytes(optimizer)
     return Options(**chosen)
@@ -158,6 +179,50 @@ def _passes(names: Any) -> tuple[str, ...]:
         if name not in FUSED_PASSES:
             raise OptionError(f"skip={name!r} is not a pass of the fused lowering; there are {listed(FUSED_PASSES)}")
     return given
+
+
+def _methods(given: Any) -> tuple[str, ...]:
+    """Names of methods, checked; one may be given by itself."""
+    names = (given,) if isinstance(given, str) else tuple(given)
+    for name in names:
+        if name not in METHODS:
+            raise OptionError(f"methods={name!r} is not a way to hold less; there are {listed(METHODS)}")
+    if not names:
+        raise OptionError(f"methods= names none; give some of {listed(METHODS)}, or overhead=0 to keep everything")
+    return tuple(name for name in METHODS if name in names)
+
+
+def _lossy(given: Any) -> tuple[str, ...]:
+    """Names of codecs that lose something, checked; one may be given by itself, True means all."""
+    from encore.codecs import CODECS
+
+    known = tuple(name for name, codec in CODECS.items() if not codec.lossless)
+    if isinstance(given, bool):
+        return known if given else ()
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, list | tuple | set | frozenset):
+        raise OptionError(f"lossy={given!r} is not accepted; give True, False, or some of {listed(known)}")
+    for name in names:
+        if name not in known:
+            raise OptionError(f"lossy={name!r} is not a codec that loses something; there are {listed(known)}")
+    return tuple(name for name in known if name in names)
+
+
+def _tiers(given: Any) -> tuple[str | Tier, ...]:
+    """Tiers, checked: of each kind one, by which plans know them."""
+    from encore.tiers import check_tiers
+
+    tiers = check_tiers(given)
+    kinds = [tier_name(tier) for tier in tiers]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise OptionError(f"tiers= names {kind!r} twice; give one of each kind")
+    return tiers
+
+
+def tier_name(tier: str | Tier) -> str:
+    """The kind of a tier, by which plans know it."""
+    return tier if isinstance(tier, str) else tier.name
 
 
 def _saved_plan(given: Any) -> SavedPlan:

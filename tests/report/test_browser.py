@@ -10,34 +10,11 @@ from typing import Any
 
 import pytest
 
+import browsing
 import encore
+from browsing import DESKTOP, PHONE, SMALL_PHONE, find, nothing_went_wrong, resize, shot, texts
 from encore.units import bytes_text
 from tower import tower_plan
-
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed; it is in the extra `dev`")
-
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None,
-    reason="there is no chromium with its chromedriver here; Debian has them as chromium and chromium-driver",
-)
-ARGUMENTS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--force-prefers-reduced-motion",
-)  # fmt: skip
-DESKTOP, PHONE, SMALL_PHONE = (1280, 1400), (390, 844), (320, 640)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (*ARGUMENTS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture(scope="module")
@@ -54,36 +31,24 @@ def opened(browser: Any, path: Path) -> Iterator[Any]:
     dark(browser, False)
     browser.get(path.as_uri())
     yield browser
-    assert browser.get_log("browser") == []
-    fetched = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
-    assert fetched == []
+    nothing_went_wrong(browser)
 
 
-def resize(browser: Any, size: tuple[int, int]) -> None:
-    width, height = size
-    browser.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size != DESKTOP},
-    )
+def next_frame(browser: Any) -> None:
+    """Wait until the page has been told: styles follow at once, but events of media and size come with a frame."""
+    browser.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(done))")
 
 
 def dark(browser: Any, wanted: bool) -> None:
     feature = {"name": "prefers-color-scheme", "value": "dark" if wanted else "light"}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-
-
-def find(browser: Any, selector: str) -> list[Any]:
-    return list(browser.find_elements("css selector", selector))
-
-
-def texts(browser: Any, selector: str) -> list[str]:
-    """All at once: asking for one after the other takes as many messages."""
-    told = "return [...document.querySelectorAll(arguments[0])].map((found) => found.innerText ?? found.textContent)"
-    return [str(text).strip() for text in browser.execute_script(told, selector)]
+    next_frame(browser)
 
 
 def press(browser: Any, key: str) -> None:
     """A key, wherever the focus is."""
+    from selenium import webdriver
+
     webdriver.ActionChains(browser).send_keys(getattr(webdriver.Keys, key, key)).perform()
 
 
@@ -96,9 +61,14 @@ def background(browser: Any) -> list[int]:
     return [int(part) for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
 
 
-def shot(browser: Any, path: Path) -> None:
-    assert browser.save_screenshot(str(path))
-    assert path.stat().st_size > 10_000
+def test_a_browser_may_be_required(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv(browsing.REQUIRED, "1")
+    with pytest.raises(pytest.fail.Exception, match="there is no chromium"):
+        browsing.start_browser(tmp_path)
+    monkeypatch.delenv(browsing.REQUIRED)
+    with pytest.raises(pytest.skip.Exception, match="there is no chromium"):
+        browsing.start_browser(tmp_path)
 
 
 # -- charts ------------------------------------------------------------------------------------------------------------
@@ -152,6 +122,8 @@ def test_a_chart_is_read_by_keyboard(opened: Any) -> None:
 
 
 def test_a_chart_is_read_by_pointing_at_it(opened: Any) -> None:
+    from selenium import webdriver
+
     (chart,) = find(opened, "#unplanned svg[tabindex='0']")
     webdriver.ActionChains(opened).move_to_element(chart).perform()
     (tip,) = find(opened, "#tip")
@@ -284,7 +256,7 @@ def test_charts_follow_the_window(opened: Any) -> None:
     (before,) = find(opened, "#planned svg[tabindex='0']")
     box = before.get_dom_attribute("viewBox")
     resize(opened, PHONE)
-    opened.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(done))")
+    next_frame(opened)
     (after,) = find(opened, "#planned svg[tabindex='0']")
     assert box is not None
     assert after.get_dom_attribute("viewBox") != box

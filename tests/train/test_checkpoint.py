@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from encore.errors import CheckpointError
-from encore.train.checkpoint import HEADER_BYTES, Checkpoints, read_state, replacing, write_state
+from encore.train.checkpoint import HEADER_BYTES, Checkpoints, read_state, write_state
 
 STATE: dict[str, Any] = {"weights": {"w": torch.arange(1000.0)}, "losses": [1.0, 0.5], "note": "grün", "nothing": None}
 
@@ -148,20 +148,6 @@ def test_a_write_that_fails_leaves_the_elders_alone(checkpoints: Checkpoints, fu
     newest = checkpoints.newest()
     assert newest is not None
     assert newest.step == 10
-
-
-def test_an_interrupt_leaves_no_partial_file(tmp_path: Path) -> None:
-    path = tmp_path / "kept"
-    path.write_text("before")
-
-    def interrupted() -> None:
-        with replacing(path) as file:
-            file.write(b"half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert [(left.name, left.read_text()) for left in tmp_path.iterdir()] == [("kept", "before")]
 
 
 def test_what_a_kill_left_half_done_is_cleared_away(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ import json
 import pytest
 
 from encore.cli import main
+from encore.schedule import Link
 from encore.train.loop import train
 from encore.train.outcome import Outcome
 from encore.train.settings import Settings
+from encore.train.state import Training
 
 SIZES = {"hidden": 16, "layers": 1, "heads": 2, "steps": 20, "batch_size": 16}
 TINY = ["transformer", *(f"--size={name}={size}" for name, size in SIZES.items())]
@@ -32,6 +34,24 @@ def test_the_numbers_of_a_run(outcome: Outcome) -> None:
     assert outcome.losses[-1] < outcome.losses[0]
     assert outcome.step_seconds is not None
     assert outcome.examples_per_second == 16 / outcome.step_seconds
+
+
+def test_a_run_whose_feature_maps_go_to_disk_has_the_losses_of_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below what recomputing can reach, in the eager lowering; and the same when it goes on with its plan."""
+    fast = Link(store=1e-12, load=1e-12, call=1e-9, pace=1.0, depth=64)
+    monkeypatch.setattr("encore.capture.session.link_to", lambda tier: fast)
+    sizes = {**SIZES, "hidden": 32, "batch_size": 64}
+    asked = Settings("transformer", dict(sizes), budget="min", lowering="eager", tiers="disk")
+    plain = Training(Settings("transformer", dict(sizes), eager=True))
+    expected = [plain.step() and plain.losses[-1] for _ in range(3)]
+    moving = Training(asked)
+    assert [moving.step() and moving.losses[-1] for _ in range(3)] == expected
+    assert moving.report().planned.moved > 0
+    again = Training(asked)
+    again.plan = moving.plan
+    again._compile()
+    assert [again.step() and again.losses[-1] for _ in range(3)] == expected
+    assert again.report().planned.moved == moving.report().planned.moved
 
 
 def test_the_optimizer_allocates_nothing_that_the_prediction_does_not_know(outcome: Outcome) -> None:

@@ -42,7 +42,7 @@ def test_sizes_are_of_the_kind_that_the_workload_wants() -> None:
         (["lm", "--learning-rate", "inf"], "--learning-rate inf is not accepted; give a positive number, such as 1e-3"),
         (
             ["lm", "--eager", "--budget", "1GiB"],
-            "--eager is plain PyTorch; give it without --budget, --overhead and --lowering",
+            "--eager is plain PyTorch; give it without --budget, --overhead, --lowering and --tiers",
         ),
         (
             ["lm", "--budget", "1GiB", "--overhead", "0.1"],
@@ -53,6 +53,7 @@ def test_sizes_are_of_the_kind_that_the_workload_wants() -> None:
             "transformer cannot be built with batch_size=8, hidden=32, layers=2, heads=5, steps=20: "
             "hidden=32 cannot be shared out among heads=5: take a multiple of it",
         ),
+        (["lm", "--tiers", "dick"], "tiers='dick' is not a tier; there are 'disk', 'host' and encore.tiers.Disk(...)"),
         (["lm", "--lowering", "fast"], "lowering='fast' does not exist; it can be 'eager', 'fused'"),
         (
             ["lm", "--largest-batch"],

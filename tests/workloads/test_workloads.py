@@ -131,6 +131,8 @@ def test_unknown_sizes_are_refused_with_the_known_ones() -> None:
         build("vgg16", steps=3)
     with pytest.raises(OptionError, match="level 'sentence'; known levels: 'character', 'word'"):
         build("lm", level="sentence")
+    with pytest.raises(OptionError, match="lstm='gru'; there are 'layer', 'loop'"):
+        build("lm", lstm="gru")
     with pytest.raises(OptionError, match="frames=3 is too short for a vowel: 4 at least"):
         build("deepspeech2", frames=3)
 

@@ -1,5 +1,7 @@
-"""Drop-in modules: the same arguments, parameters and `state_dict` keys as in `torch.nn`, in less memory."""
+"""Modules in less memory: those of `torch.nn` with the same arguments, parameters and `state_dict` keys, and additive
+attention, which `torch.nn` does not have."""
 
+from encore.rnn.attention import AdditiveAttention
 from encore.rnn.modules import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 
-__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell"]
+__all__ = ["GRU", "LSTM", "RNN", "AdditiveAttention", "GRUCell", "LSTMCell", "RNNCell"]

@@ -96,6 +96,8 @@ def decision_data(decisions: Sequence[DecisionRow]) -> dict[str, Any]:
     rows = [
         {
             "action": first.action,
+            "code": first.code,
+            "held": first.held,
             "module": number(module or "(model)"),
             "operator": number(first.operator),
             "source": number(first.source),

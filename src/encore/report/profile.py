@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from encore.plan import Plan, stack_plans
 from encore.report.names import operator_name, place_of
-from encore.schedule import Free, Fused, Kind, Run, Schedule, stretches
+from encore.schedule import Free, Fused, Kind, Load, Run, Schedule, Store, Wait, stretches
 from encore.schedule.simulate import Moment
 
 STRETCHES = 500
@@ -105,6 +105,9 @@ def _what(schedule: Schedule, moment: Moment) -> str:
         case Fused():
             first = graph.ops[action.ops[0]]
             return f"{moment.phase}: kernel of {len(action.ops)} operators{place_of(first)}"
+        case Store() | Load() | Wait():
+            op, waits = graph.ops[action.op], "wait for " if isinstance(action, Wait) else ""
+            return f"{moment.phase}: {waits}{operator_name(op)}{place_of(op)}"
         case Free():
             return f"{moment.phase}: release {graph.values[action.value].name}"
     return {"between": "forward is done", "end": "backward is done"}[moment.phase]

@@ -12,20 +12,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from encore.codecs import CODECS
 from encore.errors import BudgetError
 from encore.options import Budget, Options, make_options, parse_budget
-from encore.plan import GraphPlan, Plan, SavedPlan, choose, stack_plans
+from encore.plan import (
+    Encode,
+    GraphPlan,
+    Keep,
+    Offload,
+    Plan,
+    Recompute,
+    SavedPlan,
+    Stash,
+    choose,
+    stack_plans,
+    worth_having,
+)
 from encore.report.allocations import Allocation, allocations_of
-from encore.report.files import write_whole
 from encore.report.names import operator_name
 from encore.report.points import Curve, Point, best
 from encore.report.profile import Profile, profile_of
 from encore.report.table import render
 from encore.schedule import Fused, Kind, Timeline
 from encore.units import bytes_text
+from encore.whole_files import write_whole
 
 if TYPE_CHECKING:
     from encore.capture.session import CapturedGraph, PlainGraph
+    from encore.capture.watch import CodeWatch
 
 
 FIRST_STEP = {
@@ -56,6 +70,10 @@ class Prediction:
     """Bytes alive at the worst moment, by kind."""
     profile: Profile
     """Memory over the step, by kind."""
+    stall: float = 0.0
+    """Seconds, of those of the step, that it stands still for feature maps on their way to a tier or back."""
+    moved: int = 0
+    """Bytes that go to tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +88,28 @@ class DecisionRow:
     action: str
     why: str
     seconds: float
-    """What computing it again costs."""
+    """What having it again costs."""
     operator: str = ""
     """What makes it."""
+    held: int = 0
+    """Bytes that are held in its place between forward and backward: its own where it is kept."""
+    code: str = ""
+    """What it is held as, if not as it is: a codec, or every how many steps a recurrent layer keeps its state."""
+    lossless: bool = True
+    """Does it come back bit for bit?"""
+    largest: int | None = None
+    """Bytes of its largest code so far, where they depend on the data: `held` is what was planned."""
+    dense: int | None = None
+    """Bytes that its code takes at most, whatever the data, where they depend on it."""
+    planned_density: float | None = None
+    """The share of non-zeros that was planned for; of integers, the share of a number's bytes."""
+    density: float | None = None
+    """The largest such share so far."""
+    error: float | None = None
+    """How far off it came back at the first step, where it loses something: the largest difference as a share of its
+    largest number."""
+    error_bound: float | None = None
+    """How far off it could have come back, in the same way: what its codec promises for such numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +162,8 @@ class Report:
     """Everything the planned step allocates, in order."""
     beside: int = 0
     """The part of `resident` that `resident=` or `optimizer=` added."""
+    stalled: float | None = None
+    """Seconds that the latest step did stand still for transfers; None before a step that has some."""
 
     @classmethod
     def of(
@@ -153,7 +192,14 @@ class Report:
             ),
             allocations=allocations_of(plans),
             beside=options.resident,
+            stalled=_stalled(graphs),
         )
+
+    @property
+    def densest_step_peak(self) -> int:
+        """What the step holds at most, should every map that was planned as sparse come out dense, and every integer
+        take all of its bytes. The predicted peak itself, where no code depends on the data."""
+        return self.planned.step_peak + sum(row.dense - row.held for row in self.decisions if row.dense is not None)
 
     @property
     def first_step(self) -> dict[str, float]:
@@ -229,7 +275,7 @@ class Estimate:
     @functools.cached_property
     def pareto(self) -> tuple[tuple[int, float], ...]:
         """Every plan worth having: (resident + step_peak in bytes, overhead), fastest first."""
-        levels = sorted({offer.overhead for graph in self.captured for offer in graph.offers})
+        levels = sorted({offer.overhead for graph in self.captured for offer in worth_having(graph.offers)})
         found: list[tuple[int, float]] = []
         for level in levels:
             plans = self._pick(Options(overhead=level, resident=self.options.resident))
@@ -251,7 +297,7 @@ class Estimate:
         options = dataclasses.replace(self.options, budget=parse_budget(budget), overhead=None)
         picked = zip(self.captured, self._pick(options), strict=True)
         planned = [
-            dataclasses.replace(graph, plan=plan, choices=tuple(offer.told for offer in graph.offers))
+            dataclasses.replace(graph, plan=plan, choices=tuple(offer.told for offer in worth_having(graph.offers)))
             for graph, plan in picked
         ]
         report = Report.of(self.report.name, planned, options)
@@ -322,7 +368,14 @@ def _predict(plans: Sequence[Plan], beside: int) -> Prediction:
         seconds=sum(plan.seconds for plan in plans),
         at_peak=at_peak,
         profile=profile_of(plans, beside),
+        stall=sum(plan.stall for plan in plans),
+        moved=sum(plan.moved for plan in plans),
     )
+
+
+def _stalled(graphs: Sequence[CapturedGraph]) -> float | None:
+    moving = [graph for graph in graphs if graph.plan.choice.offload and "backward" in graph.stalled]
+    return sum(sum(graph.stalled.values()) for graph in moving) if moving else None
 
 
 def _overhead(plans: Sequence[Plan]) -> float:
@@ -340,23 +393,57 @@ def _kinds_at_worst(timeline: Timeline) -> dict[str, int]:
 
 def _decisions(captured: CapturedGraph) -> list[DecisionRow]:
     graph = captured.plan.schedule.graph
+    seen = {watch.name: watch for watch in captured.watches}
     rows = []
     for value_id, decision in captured.plan.decisions.items():
         value, producer = graph.values[value_id], graph.producer(value_id)
+        size, shape = graph.bytes_of(value_id), value.shape
+        held = size
+        code, lossless = "", True
+        dense, planned_density = None, None
+        match decision:
+            case Recompute():
+                held = 0
+            case Encode():
+                held, code, lossless = decision.bytes, decision.codec, decision.lossless
+                codec = CODECS[code]
+                if not codec.exact_size and value.dtype is not None:
+                    dense = codec.nbytes(shape, value.stride, value.dtype)
+                    planned_density = codec.density(held, shape, value.stride, value.dtype)
+            case Stash():
+                (size, shape), held, code = decision.whole, decision.bytes, f"every {decision.every}"
+            case Offload():
+                code, lossless = f"to {decision.tier}", decision.lossless
+                held, code = 0, f"{decision.codec} {code}".lstrip()
+            case Keep():
+                pass
         rows.append(
             DecisionRow(
                 value=value.name,
                 module=producer.module if producer else "",
                 source=producer.source if producer else "",
-                shape=value.shape,
-                bytes=graph.bytes_of(value_id),
+                shape=shape,
+                bytes=size,
                 action=decision.action,
                 why=decision.why,
                 seconds=decision.seconds,
                 operator=operator_name(producer) if producer else "",
+                held=held,
+                code=code,
+                lossless=lossless,
+                largest=_seen_bytes(seen.get(value.name)),
+                dense=dense,
+                planned_density=planned_density,
+                density=seen[value.name].density if value.name in seen else None,
+                error=seen[value.name].error if value.name in seen else None,
+                error_bound=seen[value.name].error_bound if value.name in seen else None,
             )
         )
     return rows
+
+
+def _seen_bytes(watch: CodeWatch | None) -> int | None:
+    return watch.most if watch is not None and watch.most and not watch.codec.exact_size else None
 
 
 def _graph_row(captured: CapturedGraph) -> GraphRow:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from encore.codecs import CODECS, Share
 from encore.units import bytes_text
 
 if TYPE_CHECKING:
@@ -45,10 +46,44 @@ def _totals(report: Report) -> str:
         lines.append(
             f"  kernels           {sum(graph.kernels for graph in report.graphs)}, called {calls} times{passes}"
         )
+    if planned.moved:
+        measured = "" if report.stalled is None else f"; {report.stalled:.3f} s at the latest step"
+        lines.append(
+            f"  moved to tiers    {bytes_text(planned.moved):>11}   the step waits {planned.stall:.3f} s for it, "
+            f"predicted{measured}"
+        )
+    lines += _codes(report)
     if any(report.first_step.values()):
         stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in report.first_step.items())
         lines.append(f"  first step        {stages}")
     return "\n".join(lines)
+
+
+def _codes(report: Report) -> Iterator[str]:
+    """Codes that depend on the data: what they take, and what they lose."""
+    seen = [row for row in report.decisions if row.largest is not None]
+    if seen:
+        planned, largest = (sum(sizes) for sizes in ((row.held for row in seen), (row.largest or 0 for row in seen)))
+        yield f"  codes by density  {bytes_text(planned):>11}   planned; {bytes_text(largest)} at most so far"
+        for share in Share:
+            rows = [row for row in seen if CODECS[row.code].share is share]
+            if rows:
+                densities = (_mean_density(rows, "planned_density"), _mean_density(rows, "density"))
+                yield f"  {share.value:<18}{densities[0]:>10.1%}    planned; {densities[1]:.1%} at most so far"
+        yield f"  step peak, dense  {bytes_text(report.densest_step_peak):>11}   at most, were all of these maps dense"
+    for code in dict.fromkeys(row.code for row in report.decisions if not row.lossless):
+        rows = [row for row in report.decisions if row.code == code]
+        errors = [row.error for row in rows if row.error is not None]
+        bounds = [row.error_bound for row in rows if row.error_bound is not None]
+        off = ""
+        if errors and bounds:
+            off = f", off by at most {max(bounds):.2g} of the largest number, {max(errors):.2g} at the first step"
+        yield f"  lossy             {code} in the place of {len(rows)} feature maps{off}"
+
+
+def _mean_density(rows: Sequence[DecisionRow], name: str) -> float:
+    """The density of several maps, each by its bytes."""
+    return sum((getattr(row, name) or 0.0) * row.bytes for row in rows) / max(1, sum(row.bytes for row in rows))
 
 
 def _graphs(report: Report) -> str:
@@ -68,12 +103,15 @@ def _decisions(report: Report) -> str:
         return ""
     table = Table(box=None, pad_edge=False, header_style="bold")
     reasons = {row.why for row, _, _ in folded}
-    headings = ["bytes", "times", "action", "module", "shape", "line"] + ["why"] * (len(reasons) > 1)
+    stood_in_for = any(row.code for row, _, _ in folded)
+    headings = ["bytes", *["held"] * stood_in_for, "times", "action", "module", "shape", "line"]
+    headings += ["why"] * (len(reasons) > 1)
     for heading in headings:
-        table.add_column(heading, justify="right" if heading in ("bytes", "times") else "left", overflow="fold")
+        table.add_column(heading, justify="right" if heading in ("bytes", "held", "times") else "left", overflow="fold")
     for row, times, module in folded[:LISTED_ROWS]:
         cells = [
-            bytes_text(row.bytes * times), f"x{times}", row.action, module or "(model)",
+            bytes_text(row.bytes * times), *[bytes_text(row.held * times)] * stood_in_for, f"x{times}",
+            f"{row.action} {row.code}{'' if row.lossless else ', lossy'}".rstrip(), module or "(model)",
             "x".join(map(str, row.shape)) or "scalar", row.source, row.why,
         ]  # fmt: skip
         table.add_row(*cells[: len(headings)])
@@ -96,7 +134,8 @@ def fold_members(decisions: Iterable[DecisionRow]) -> list[tuple[list[DecisionRo
     """The same with all rows of each group."""
     groups: dict[tuple[object, ...], list[DecisionRow]] = {}
     for row in decisions:
-        key = (NUMBER.sub("#", row.module), row.operator, row.shape, row.bytes, row.source, row.action, row.why)
+        place = (NUMBER.sub("#", row.module), row.operator, row.shape, row.source)
+        key = (*place, row.bytes, row.held, row.action, row.code, row.why)
         groups.setdefault(key, []).append(row)
     folded = [(rows, common_path([row.module for row in rows])) for rows in groups.values()]
     return sorted(folded, key=lambda item: -item[0][0].bytes * len(item[0]))

@@ -188,7 +188,7 @@ def _planned(settings: Settings, limit: int, estimates: Estimates) -> _Trial:
 
 def _plain(settings: Settings, limit: int, estimates: Estimates) -> _Trial | None:
     """Plain PyTorch at the largest batch that was measured to fit."""
-    eager = dataclasses.replace(settings, budget=None, overhead=None, lowering=None, eager=True)
+    eager = dataclasses.replace(settings, budget=None, overhead=None, lowering=None, tiers=None, eager=True)
     trials: dict[int, _Trial] = {}
     correction = 1.0
     for _ in range(ATTEMPTS):

@@ -7,14 +7,13 @@ fall back on. It is read with `weights_only=True`: a checkpoint from a stranger 
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +21,7 @@ from typing import Any, BinaryIO
 import torch
 
 from encore.errors import CheckpointError
+from encore.whole_files import PARTIAL, replacing
 
 FORMAT = 1
 KEPT = 2
@@ -29,7 +29,6 @@ HEADER = "encore checkpoint {format:4d} {digest:64} {size:20d}\n"
 HEADER_PATTERN = re.compile(r"encore checkpoint +(\d+) ([0-9a-f]{64}) +(\d+)\n")
 HEADER_BYTES = len(HEADER.format(format=FORMAT, digest="", size=0))
 NAME = re.compile(r"step-(\d+)\.checkpoint")
-PARTIAL = ".partial"
 DAMAGED = ".damaged"
 CHUNK = 1 << 20
 
@@ -134,26 +133,6 @@ def _cannot_write(directory: Path, error: OSError) -> CheckpointError:
 
 def _what_is_left(found: list[Path]) -> str:
     return f"{found[0].name} is untouched: make room, and the same command goes on from it" if found else "make room"
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its place whole, flushed to the disk, or leaves no trace."""
-    beside = path.with_name(path.name + PARTIAL)
-    try:
-        with beside.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except BaseException:  # an interrupt as well
-        beside.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)  # the name, too, is to survive a power cut
-    finally:
-        os.close(directory)
 
 
 class _Hashed:

@@ -40,6 +40,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         budget=arguments.budget,
         overhead=arguments.overhead,
         lowering=arguments.lowering,
+        tiers=arguments.tiers,
         eager=arguments.eager,
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from encore.errors import CheckpointError
-from encore.train.checkpoint import replacing
+from encore.whole_files import replacing
 
 NAME = "history.jsonl"
 Score = Mapping[str, float]

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-import encore
+from encore.api import estimate_with
 from encore.errors import OptionError
-from encore.options import optimizer_bytes
+from encore.options import make_options, optimizer_bytes
 from encore.report.report import Estimate
 from encore.train.settings import Settings
 from encore.workloads import Batch
@@ -56,6 +56,7 @@ class Estimates:
         workload = settings.build(batch_size=1)
         self.model = workload.model
         self.beside = optimizer_bytes(torch.optim.Adam(self.model.parameters()))
+        self.options = make_options({"tiers": settings.compile_options["tiers"]})
         self.tell = tell
         self._batch = batch_shapes(settings)
         self._made: dict[int, Estimate] = {}
@@ -64,7 +65,7 @@ class Estimates:
     def at(self, batch_size: int) -> Estimate:
         if batch_size not in self._made:
             self.tell(f"estimate of a batch of {batch_size}")
-            estimate = encore.estimate(self.model, *self._batch(batch_size))
+            estimate = estimate_with(self.options, self.model, self._batch(batch_size), {})
             self._made[batch_size] = estimate.beside(resident=self.beside)
         return self._made[batch_size]
 

@@ -36,6 +36,8 @@ class Settings:
     budget: str | None = None
     overhead: float | None = None
     lowering: str | None = None
+    tiers: str | None = None
+    """Where feature maps may go, separated by commas."""
     eager: bool = False
     """Plain PyTorch, to compare with."""
 
@@ -49,14 +51,15 @@ class Settings:
         rate = self.learning_rate
         if rate is not None and not (math.isfinite(rate) and rate > 0):
             raise OptionError(f"--learning-rate {rate} is not accepted; give a positive number, such as 1e-3")
-        if self.eager and (self.budget, self.overhead, self.lowering) != (None, None, None):
-            raise OptionError("--eager is plain PyTorch; give it without --budget, --overhead and --lowering")
+        if self.eager and (self.budget, self.overhead, self.lowering, self.tiers) != (None, None, None, None):
+            raise OptionError("--eager is plain PyTorch; give it without --budget, --overhead, --lowering and --tiers")
         make_options(self.compile_options)
 
     @property
     def compile_options(self) -> dict[str, Any]:
         """What `encore.compile` is told."""
-        return {"budget": self.budget, "overhead": self.overhead, "lowering": self.lowering}
+        tiers = self.tiers and self.tiers.split(",")
+        return {"budget": self.budget, "overhead": self.overhead, "lowering": self.lowering, "tiers": tiers}
 
     @property
     def all_sizes(self) -> dict[str, Size]:

@@ -67,7 +67,7 @@ class Training:
     def _compile(self) -> None:
         options = self.settings.compile_options
         if self.plan is not None:
-            options = {"plan": self.plan}
+            options = {"plan": self.plan, "tiers": options["tiers"]}
         encore.compile(self.model, optimizer=self.optimizer, **options)
 
     def step(self, *, measured: bool = False) -> Step:

@@ -1,10 +1,12 @@
 """An LSTM language model of characters or of words, reading sentences of a small English grammar.
 
-The loop over time is a Python loop over a written-out cell, so the graph grows with `steps`. In the grammar
-a verb agrees with a subject that may stand several words before it: the LSTM has something to remember.
+The loop over time is a Python loop over a written-out cell, so the graph grows with `steps`; or it is inside of
+`torch.nn.LSTM`, unchanged. In the grammar a verb agrees with a subject that may stand several words before it: the LSTM
+has something to remember.
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,8 +39,11 @@ class LanguageModel(nn.Module):
     def __init__(self, symbols: int, hidden: int, layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(symbols, hidden)
-        self.lstm = LSTMStack(hidden, hidden, layers)
+        self.lstm: Any = self.recurrence(hidden, layers)
         self.projection = nn.Linear(hidden, symbols)
+
+    def recurrence(self, hidden: int, layers: int) -> nn.Module:
+        return LSTMStack(hidden, hidden, layers)
 
     def forward(self, symbols: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.logits(symbols).flatten(0, 1), following.flatten())
@@ -66,12 +71,45 @@ class LanguageModel(nn.Module):
         return torch.stack(written, dim=1)
 
 
+class LayeredLanguageModel(LanguageModel):
+    """The same with `torch.nn.LSTM` for the loop over time."""
+
+    def recurrence(self, hidden: int, layers: int) -> nn.Module:
+        return nn.LSTM(hidden, hidden, layers, batch_first=True)
+
+    def logits(self, symbols: torch.Tensor) -> torch.Tensor:
+        outputs, _ = self.lstm(self.embedding(symbols))
+        logits: torch.Tensor = self.projection(outputs)
+        return logits
+
+    def write(self, beginning: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+        written, latest, states = beginning, beginning, None
+        for _ in range(count):
+            outputs, states = self.lstm(self.embedding(latest), states)
+            expected = self.projection(outputs[:, -1]).softmax(dim=-1)
+            latest = torch.multinomial(expected, 1, generator=generator)
+            written = torch.cat((written, latest), dim=1)
+        return written
+
+
+MODELS = {"loop": LanguageModel, "layer": LayeredLanguageModel}
+"""By who writes the loop over time: the model, or `torch.nn`."""
+
+
 def workload(
-    *, batch_size: int = 64, hidden: int = 256, layers: int = 2, steps: int = 128, level: str = "character"
+    *,
+    batch_size: int = 64,
+    hidden: int = 256,
+    layers: int = 2,
+    steps: int = 128,
+    level: str = "character",
+    lstm: str = "loop",
 ) -> Workload:
     """Sequences of `steps` characters or words; a batch is the symbols and, for each, the one that follows."""
     if level not in LEVELS:
         raise OptionError(f"no language model of level {level!r}; known levels: {listed(LEVELS)}")
+    if lstm not in MODELS:
+        raise OptionError(f"no language model with lstm={lstm!r}; there are {listed(MODELS)}")
     symbols, made, between = LEVELS[level]
     code = {symbol: number for number, symbol in enumerate(symbols)}
 
@@ -98,6 +136,5 @@ def workload(
     def batch(index: int) -> Batch:
         return rows(batch_size, batch_generator(index), held_out=False)
 
-    return Workload(
-        "lm", LanguageModel(len(symbols), hidden, layers), batch, score, recurrent_learning_rate(hidden), sample
-    )
+    model = MODELS[lstm](len(symbols), hidden, layers)
+    return Workload("lm", model, batch, score, recurrent_learning_rate(hidden), sample)

@@ -425,7 +425,7 @@
   const compare = new Intl.Collator("en", { numeric: true }).compare;
   for (const [place, row] of rows.entries()) {
     row.id = place;
-    row.words = [row.action, text(row.module), text(row.operator), text(row.shape), text(row.source), text(row.why), ...row.members.map(([value]) => value)].join("\n").toLowerCase();
+    row.words = [row.action, row.code, text(row.module), text(row.operator), text(row.shape), text(row.source), text(row.why), ...row.members.map(([value]) => value)].join("\n").toLowerCase();
   }
 
   function drawHead() {
@@ -459,7 +459,8 @@
   }
 
   function drawRow(row) {
-    const action = make("span", { class: `action ${row.action}` }, row.action);
+    const as = row.code ? `${row.action} ${row.code}: ${bytesText(row.held * row.count)}` : row.action;
+    const action = make("span", { class: `action ${row.action}` }, as);
     const found = make("tr", { role: "row", "data-row": row.id },
       cell(0, bytesText(row.bytes * row.count)), countCell(row), cell(2, action), cell(3, path(text(row.module))), cell(4, path(text(row.operator))),
       cell(5, text(row.shape)), cell(6, text(row.source)), cell(7, row.seconds ? secondsText(row.seconds) : ""), cell(8, text(row.why)));
