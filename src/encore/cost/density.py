@@ -36,6 +36,7 @@ PASS_ZEROS = frozenset({
 })  # fmt: skip
 """Operators whose results have zeros where an operand has."""
 RUN = frozenset({OpClass.VIEW, OpClass.CHEAP, OpClass.HEAVY, OpClass.RANDOM})
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MARGIN, LEAST_MARGIN = 1.1, 0.02
 """Later batches may be denser than the first: so much room is left, as a factor and at least."""
 
@@ -101,7 +102,8 @@ def _leading_to(graph: Graph, values: Collection[int]) -> list[Op]:
 
 def planned_density(seen: torch.Tensor) -> float:
     """The share of elements that are not zero, with room for batches to come."""
-    share = int(torch.count_nonzero(seen)) / max(1, math.prod(seen.shape))
+    bits = seen.view(BITS[seen.element_size()]) if seen.is_floating_point() else seen  # -0.0 is stored
+    share = int(torch.count_nonzero(bits)) / max(1, math.prod(seen.shape))
     return min(1.0, max(MARGIN * share, share + LEAST_MARGIN))
 
 

@@ -20,7 +20,7 @@ import torch
 from encore.graph import Graph, Op, OpClass
 from encore.graph.values import Ref, Value, is_contiguous
 from encore.rewrite.edit import view_strides
-from encore.rewrite.matching import NoMatchError, expect, views_and_readers
+from encore.rewrite.matching import NoMatchError, expect, replaced_storages, views_and_readers
 from encore.rewrite.matmuls import device_of, exported
 from encore.rnn.dot import TYPES
 
@@ -74,7 +74,7 @@ class Attention:
 def find_attentions(graph: Graph) -> Iterator[Attention]:
     """All of them, in order."""
     leaving = exported(graph)
-    changed = {graph.values[number].storage for number in graph.mutated}
+    changed = replaced_storages(graph)
     for op in graph.ops:
         if op.target is aten._softmax.default and op.forward:
             found = _Match(graph, leaving, changed, op).attention()

@@ -46,7 +46,7 @@ def mask_before_unpooling(graph: Graph) -> Graph:
     needs = BackwardNeeds(graph)
     for op in graph.ops:
         match = _match(graph, op) if op.target in POSITIONS else None
-        if match is not None and _pays(graph, needs, match):
+        if match is not None and _pays(graph, needs, match) and _can_be_laid_out(trial, match):
             _move(trial, match)
     return editor.finish()
 
@@ -135,6 +135,18 @@ def _pays(graph: Graph, needs: BackwardNeeds, match: _Match) -> bool:
     return needs.is_kept_whole(pooled) or graph.storages[pooled].bytes <= freed
 
 
+def _can_be_laid_out(trial: Trial, match: _Match) -> bool:
+    """Can a copy of what was unpooled lie as each mask's result did?"""
+    return all(_copying(trial, mask) is not None for mask in match.masks)
+
+
+def _copying(trial: Trial, mask: Op) -> torch.memory_format | None:
+    unpooled, result = (trial.editor.graph.values[value] for value in (mask.args[0].value, mask.writes[0] or 0))
+    with trial.mode:
+        lying = torch.empty_strided(unpooled.shape, unpooled.stride, device="meta")
+    return trial.copying_into(lying, result.stride)
+
+
 def _move(trial: Trial, match: _Match) -> None:
     editor, unpool = trial.editor, match.unpool
     gradient = editor.graph.ops[unpool.id].args[0].value  # a mask that was there may have been moved already
@@ -150,8 +162,6 @@ def _move(trial: Trial, match: _Match) -> None:
                 editor.read_instead(reader, result, gradient)
             editor.remove(mask)
             continue
-        copy = editor.op_after(mask, f"{mask.name}_copy", aten.clone.default, (Ref(gradient),))
-        editor.adopt(copy, result)
-        made = trial.strides(aten.clone.default, (Ref(gradient),))
-        if made != editor.graph.values[result].stride:
-            copy.kwargs = {"memory_format": torch.contiguous_format}
+        format_ = _copying(trial, mask)
+        options = {} if format_ is torch.preserve_format else {"memory_format": format_}
+        editor.adopt(editor.op_after(mask, f"{mask.name}_copy", aten.clone.default, (Ref(gradient),), options), result)

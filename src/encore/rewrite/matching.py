@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
+
 from encore.graph import Graph, Op, OpClass
+from encore.graph.values import Value
 
 
 class NoMatchError(Exception):
@@ -18,6 +21,17 @@ class NoMatchError(Exception):
 def expect(condition: bool) -> None:
     if not condition:
         raise NoMatchError
+
+
+def holds(map_: Value, number: float) -> bool:
+    """Is a constant the same in the type of a map as in the one that formulas compare in?"""
+    assert map_.dtype is not None
+    return map_.dtype.itemsize > 2 or float(torch.tensor(number, dtype=map_.dtype)) == number
+
+
+def replaced_storages(graph: Graph) -> set[int | None]:
+    """Storages whose contents the step replaces: backward finds others there than forward did."""
+    return {graph.values[number].storage for number in graph.mutated}
 
 
 def views_and_readers(graph: Graph, number: int, leaving: Collection[int]) -> tuple[list[int], list[Op]]:

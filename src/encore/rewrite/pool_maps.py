@@ -66,6 +66,8 @@ def _fits(graph: Graph, pool: Op, unpools: list[Op]) -> bool:
     source, results = graph.values[pool.args[0].value], graph.values[pool.writes[0] or 0]
     if source.dtype not in SUFFIX or math.prod(pool.args[1]) > MOST or not is_compiled(device_of(graph, source.id)):
         return False
+    if len(pool.args[1]) == 1:  # one number for all dimensions, which PyTorch's functions take and ours do not
+        return False
     if graph.values[pool.writes[1] or 0].bytes < FEW:
         return False
     made = [graph.values[unpool.writes[0] or 0] for unpool in unpools]

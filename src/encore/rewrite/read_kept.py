@@ -16,8 +16,9 @@ import torch
 
 from encore.graph import Graph, Op, OpClass
 from encore.graph.needs import BackwardNeeds, Need, Reading
-from encore.graph.values import Ref
+from encore.graph.values import Ref, Value
 from encore.rewrite.edit import Editor
+from encore.rewrite.matching import holds
 from encore.rewrite.trial import Trial
 
 aten = torch.ops.aten
@@ -30,25 +31,25 @@ ANY_LAYOUT_BUT_FOR_ROUNDING = frozenset({
 """Formulas whose vector loop and whose last few elements may differ in the last bit, or about NaN."""
 
 
-def _same_settings(forward: Op, backward: Op) -> bool:
-    """Between the same two constants."""
+def _same_settings(map_: Value, forward: Op, backward: Op) -> bool:
+    """Between the same two constants, which what lies beyond becomes: as they are, not rounded to the map's type."""
     limits = (*forward.args[1:], *(-1.0, 1.0)[len(forward.args) - 1 :])
-    return tuple(backward.args[2:4]) == limits
+    return tuple(backward.args[2:4]) == limits and all(holds(map_, limit) for limit in limits)
 
 
-def _rises(forward: Op, backward: Op) -> bool:
+def _rises(map_: Value, forward: Op, backward: Op) -> bool:
     """What is above zero stays there, what is not does not come there."""
     slope = forward.args[1] if len(forward.args) > 1 else 0.01
     return bool(slope >= 0) and backward.args[2] == slope
 
 
-def _replaces_by_less(forward: Op, backward: Op) -> bool:
+def _replaces_by_less(map_: Value, forward: Op, backward: Op) -> bool:
     """`threshold(x, t, value)`, with nothing above `t` made of what was not."""
     _, threshold, value = forward.args
-    return bool(value <= threshold) and backward.args[2] == threshold
+    return bool(value <= threshold) and backward.args[2] == threshold and holds(map_, threshold) and holds(map_, value)
 
 
-SAME_SIDE: dict[Any, tuple[Any, Callable[[Op, Op], bool]]] = {
+SAME_SIDE: dict[Any, tuple[Any, Callable[[Value, Op, Op], bool]]] = {
     aten.hardtanh_backward.default: (aten.hardtanh.default, _same_settings),
     aten.leaky_relu_backward.default: (aten.leaky_relu.default, _rises),
     aten.threshold_backward.default: (aten.threshold.default, _replaces_by_less),
@@ -109,7 +110,7 @@ def _twins(graph: Graph, reading: Reading) -> Iterator[_Twin]:
     if reading.need is Need.SIGN and layer is not None and would_do is not None:
         for op in _forward_readers(graph, reading.value):
             (made,) = op.writes if len(op.writes) == 1 else (None,)
-            if op.target is layer and made is not None and would_do(op, reading.op):
+            if op.target is layer and made is not None and would_do(graph.values[made], op, reading.op):
                 yield _Twin(made)
                 values.append(made)
     if reading.need is not Need.SIZE:

@@ -21,7 +21,7 @@ import torch
 from encore.graph import Graph, Op, OpClass
 from encore.graph.values import Ref, is_contiguous
 from encore.rewrite.edit import view_strides
-from encore.rewrite.matching import NoMatchError, expect, views_and_readers
+from encore.rewrite.matching import NoMatchError, expect, replaced_storages, views_and_readers
 from encore.rewrite.matmuls import device_of, exported
 from encore.rnn.layer import TYPES
 
@@ -63,10 +63,10 @@ class Scoring:
 
 def find_scorings(graph: Graph) -> Iterator[Scoring]:
     """All of them, in order."""
-    leaving = exported(graph)
+    leaving, changed = exported(graph), replaced_storages(graph)
     for op in graph.ops:
         if op.target is aten.tanh.default and op.forward:
-            found = _Match(graph, leaving, op).scoring()
+            found = _Match(graph, leaving, changed, op).scoring()
             if found is not None:
                 yield found
 
@@ -74,10 +74,11 @@ def find_scorings(graph: Graph) -> Iterator[Scoring]:
 class _Match:
     """One tanh, and what is known about its surroundings so far."""
 
-    def __init__(self, graph: Graph, leaving: set[int], tanh: Op) -> None:
+    def __init__(self, graph: Graph, leaving: set[int], changed: set[int | None], tanh: Op) -> None:
         self.graph = graph
         self.values = graph.values
         self.leaving = leaving
+        self.changed = changed
         self.tanh = tanh
         self.known: int = tanh.writes[0]  # type: ignore[assignment]
         self.middle = self.values[self.known].shape
@@ -104,6 +105,9 @@ class _Match:
         expect(is_contiguous(self.values[scores]) and math.prod(self.values[scores].shape) == self.rows)
         operands = [query, keys, weight, *([bias] if bias is not None else [])]
         expect(all(self.values[one].dtype == value.dtype for one in operands))
+        affine = [] if norm is None else [one.value for one in norm.args[2:4] if one is not None]
+        expect(all(self.values[one].storage not in self.changed for one in (*operands, *affine)))
+        expect(self._viewable(weight, (self.middle[-1],)))
         found = Scoring(self.tanh, query, keys, weight, scores, dot, shape, self.middle[-1], bias, offset, norm)
         self._backward(found, summed, [reader for reader in readers if not reader.forward], views)
         return found
@@ -194,7 +198,7 @@ class _Match:
         expect(left in views and self._holds_rows(left) and self._vector(right, along=along) is not None)
         if offset:
             expect(math.prod(self._shape(offset[0])) == 1)
-        return right, op, offset[0] if offset else None
+        return self._unspread(right), op, offset[0] if offset else None
 
     def _holds_rows(self, number: int) -> bool:
         """Is it the whole middle, row after row?"""

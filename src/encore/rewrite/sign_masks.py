@@ -27,11 +27,13 @@ from encore.graph import Graph, Op
 from encore.graph.needs import COMPARISONS, BackwardNeeds, Need, Reading
 from encore.graph.values import Ref, Value
 from encore.rewrite.edit import Editor
+from encore.rewrite.matching import holds
 from encore.rewrite.matmuls import device_of
 from encore.rewrite.trial import Trial
 
 aten = torch.ops.aten
-SIXTH = 1.0 / 6.0
+SIXTH = float(torch.tensor(1.0 / 6.0, dtype=torch.float32))
+"""What PyTorch's formula of `hardsigmoid` multiplies by, in float64 too."""
 
 
 def sign_masks(graph: Graph, *, exact: bool) -> Graph:
@@ -67,26 +69,31 @@ class _Masking:
         if not signs or first.dtype is None or not first.dtype.is_floating_point:
             return False
         answers: dict[Any, int] = {}
+        """Bytes of the booleans, by question."""
         for reading in signs:
             op = reading.op
             if op.id not in self.early and not self._can_answer(op):
                 return False
             if self.graph.producer(reading.value) is None:
                 return False
-            answers[op.id if op.id in self.early else _question(op)] = 1 + self._is_uneven(op)
-        longest = max(len_of(self.graph, reading.value) for reading in signs)
-        return sum(answers.values()) * longest < self.graph.storages[storage].bytes
+            if op.id in self.early:
+                answers[op.id] = self.graph.values[op.writes[0] or 0].bytes
+            else:
+                answers[_question(op)] = (1 + self._is_uneven(op)) * len_of(self.graph, reading.value)
+        return sum(answers.values()) < self.graph.storages[storage].bytes
 
     def _can_answer(self, op: Op) -> bool:
         """Does a comparison with its constants give what the formula would find?"""
         if op.target not in FORMULAS or op.kwargs:
             return False
         map_ = self.graph.values[op.args[1].value]
-        if not all(_holds(map_, bound) for _, bound in _question(op)):
+        if not all(holds(map_, bound) for _, bound in _question(op)):
             return False
-        if not self._is_uneven(op):
-            return True
         side, bound = _question(op)[0]
+        if not self._is_uneven(op):
+            mask = self.trial.made(side, (Ref(map_.id), bound))
+            chosen = self.trial.made(aten.where.self, (mask, op.args[0], op.args[0]))
+            return self.trial.copying_into(chosen, self.graph.values[op.writes[0] or 0].stride) is not None
         gradient = self.graph.values[op.args[0].value]
         # What is laid out in two ways makes a result that lies as PyTorch likes it, and sums of it follow its order.
         laid_out = self.trial.strides(side, (Ref(map_.id), bound)) == map_.stride == gradient.stride
@@ -158,16 +165,13 @@ class _Masking:
         (result,) = op.writes
         assert result is not None
         args = (mask, where, elsewhere)
-        strides = self.trial.strides(aten.where.self, args)
-        chosen = self.editor.op_before(op, f"{op.name}_where", aten.where.self, args)
-        if strides == self.graph.values[result].stride:
-            self.editor.adopt(chosen, result)
+        lying, wanted = self.trial.made(aten.where.self, args), self.graph.values[result].stride
+        if tuple(lying.stride()) == wanted:
+            self.editor.adopt(self.editor.op_before(op, f"{op.name}_where", aten.where.self, args), result)
             return
-        value = self.graph.values[result]
-        assert value.dtype is not None
-        made = self.editor.result(chosen, value.shape, value.dtype, device_of(self.graph, result))
-        self.editor.graph.values[made].stride = strides
-        laid_out = self.editor.op_before(op, f"{op.name}_laid_out", aten.clone.default, (Ref(made),))
+        made = self.trial.before(op, f"{op.name}_where", aten.where.self, args)
+        format_ = {"memory_format": self.trial.copying_into(lying, wanted)}
+        laid_out = self.editor.op_before(op, f"{op.name}_laid_out", aten.clone.default, (Ref(made),), format_)
         self.editor.adopt(laid_out, result)
 
 
@@ -175,12 +179,6 @@ def len_of(graph: Graph, value: int) -> int:
     """Elements of a value."""
     known = graph.values[value]
     return known.bytes // (1 if known.dtype is None else known.dtype.itemsize)
-
-
-def _holds(map_: Value, number: float) -> bool:
-    """Is a constant the same in the type of a map as in the one that formulas compare in?"""
-    assert map_.dtype is not None
-    return map_.dtype.itemsize > 2 or float(torch.tensor(number, dtype=map_.dtype)) == number
 
 
 def _inside(map_: Value, low: float, high: float) -> float | None:

@@ -29,6 +29,13 @@ class Trial:
         """The strides of what an operator would make, if some operands were laid out otherwise."""
         return tuple(self.made(target, args, laid_out=laid_out).stride())
 
+    def copying_into(self, lying: torch.Tensor, strides: tuple[int, ...]) -> torch.memory_format | None:
+        """How a tensor like this one is cloned so that it has these strides; `None` where no clone has."""
+        formats = [torch.preserve_format, torch.contiguous_format, *([torch.channels_last] if lying.dim() == 4 else [])]
+        with self.mode:
+            made = ((format_, lying.clone(memory_format=format_)) for format_ in formats)
+            return next((format_ for format_, copy in made if tuple(copy.stride()) == strides), None)
+
     def after(self, neighbour: Op, name: str, target: Any, args: Sequence[Any], **kwargs: Any) -> int:
         """What a new operator makes that runs right after another one."""
         return self._result(self.editor.op_after(neighbour, name, target, args, kwargs))

@@ -19,7 +19,7 @@ from encore.schedule.actions import Action, Free, Fused, Run, Schedule
 from encore.schedule.kernel import Group, describe_kernel
 from encore.schedule.reuse import write_over_dying
 
-SMALLER = frozenset({torch.ops.encore.encode_sign.default})
+SMALLER = frozenset({torch.ops.encore.encode_sign.default, torch.ops.encore.encode_inside.default})
 """What backward makes of a larger value so that this can go."""
 
 
