@@ -188,6 +188,27 @@ def test_a_report_counts_its_own_scan(tmp_path: Path) -> None:
         assert tier.transfers.stores == sum(one.stores for one in moved)
 
 
+def test_a_report_may_serve_another_scan_before_backward(tmp_path: Path) -> None:
+    cell, report = nn.GRUCell(8, 8), ScanReport()
+    with Disk(tmp_path) as tier:
+        ends = [
+            scan(lambda h, x: (cell(x, h), None), torch.zeros(4, 8), torch.randn(steps, 4, 8), slots=2, tiers=tier,
+                 schedule="multistage", report=report)[0]
+            for steps in (60, 2)
+        ]  # fmt: skip
+        sum(end.sum() for end in ends).backward()  # type: ignore[union-attr]
+    assert report.steps == 2
+
+
+def test_a_tier_of_just_enough_room_can_be_used_again(tmp_path: Path) -> None:
+    """States of 128 bytes take a page each, and all pages are free when a scan is over."""
+    with Disk(tmp_path, capacity=61 * 4096) as tier:
+        first = train(tier)
+        assert all(map(torch.equal, train(tier), first))
+    with Disk(tmp_path, capacity=8 * 4096) as tier, pytest.raises(TierError, match="not so much room"):
+        train(tier, steps=600)
+
+
 def test_a_scan_that_nobody_reverses_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENCORE_TIER_DIR", str(tmp_path))
     before = threading.active_count()

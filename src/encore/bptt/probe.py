@@ -46,6 +46,11 @@ class Facts:
     """From which of its random states does it draw?"""
     differentiable: bool
 
+    @property
+    def quiet_around(self) -> bool:
+        """Does the step leave random states and buffers alone?"""
+        return not self.surroundings.buffers and not any(self.draws)
+
 
 class _Watch(TorchDispatchMode):
     """Notes writes to memory that was there before, with what it held, generators that are drawn from, with their
@@ -108,6 +113,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
+def _bytes(gradient: Tensor) -> int:
+    """Also of the sparse gradient of an embedding."""
+    if gradient.layout == torch.strided:
+        return gradient.nbytes
+    return gradient._indices().nbytes + gradient._values().nbytes
+
+
 NUMBERED = torch.zeros((), requires_grad=True)
 
 
@@ -119,10 +131,16 @@ def sequence_number() -> int:
 
 
 def leaves_behind(outputs: Iterable[Tensor], since: int) -> dict[int, Tensor]:
-    """The leaves that a tape leads to; raises `OptionError` where it leads into a graph that was there before it."""
-    stack: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen = set(stack)
+    """The leaves that a tape leads to, and outputs that are leaves; raises `OptionError` where it leads into a graph
+    that was there before it."""
+    stack: list[Any] = []
     found: dict[int, Tensor] = {}
+    for tensor in outputs:
+        if tensor.grad_fn is not None:
+            stack.append(tensor.grad_fn)
+        elif tensor.requires_grad:
+            found[id(tensor)] = tensor
+    seen = set(stack)
     while stack:
         node: Any = stack.pop()
         if type(node) is ACCUMULATE:
@@ -201,7 +219,7 @@ def probe(
                 zeros = [torch.zeros_like(output) for output in outputs]
                 gradients = torch.autograd.grad(outputs, inputs, zeros, allow_unused=True)
             pairs = zip(inputs, gradients, strict=True)
-            kept = sum(gradient.nbytes for one, gradient in pairs if gradient is not None and id(one) not in own)
+            kept = sum(_bytes(gradient) for one, gradient in pairs if gradient is not None and id(one) not in own)
             del gradients, pairs
     # Beside what backward allocates: the state that is worked from, and the one it is compared with. Gradients of
     # parameters are not counted: everybody has them.

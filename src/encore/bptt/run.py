@@ -2,7 +2,8 @@
 
 What makes them equal to the last bit:
 
-- Steps run again from the very state they ran from, with its random state, buffers and autocast.
+- Steps run again from the very state they ran from, with its random state, buffers and autocast; backward of their
+  tapes runs under no other autocast than backward of a plain loop would.
 - Inside a block of steps the tape is the plain loop's own. At its edges, autograd adds gradients up in the order in
   which they arrive, latest step first. So the sum that a parameter has so far is given to the next block as the first
   arrival (a root of its own), not added to that block's sum afterwards; and where y is the new carry itself, its
@@ -85,10 +86,6 @@ class Results:
             self._parts.clear()
         return self._whole
 
-    def reset(self) -> None:
-        self._whole = None
-        self._parts.clear()
-
 
 class Run:
     """One scan, from its first step to its last gradient."""
@@ -125,6 +122,7 @@ class Run:
         self.contexts = contexts
         self.tell = tell
         self.report = report
+        self._events = report.events  # the report may be another scan's before this one is over
         self.resources = resources
         self.untold = untold
         self.moved_before = moved_before
@@ -162,7 +160,7 @@ class Run:
     def forward(self) -> tuple[list[Tensor], list[Tensor]]:
         """The last carry and the ys."""
         began = time.perf_counter()
-        with self.contexts(), self.tell("scan forward", self.source.length) as self._tick:
+        with self.tell("scan forward", self.source.length) as self._tick:
             for action in self.schedule.forward():
                 self._follow(action)
                 if self._end is not None:
@@ -173,7 +171,9 @@ class Run:
         last = _detached(self._tape.out if self._tape else self._working)
         assert self._results is not None
         ys, self._results = self._results.all(), None
-        self._still = not any(self.facts.surroundings.read(self._before).changed)
+        self._still = self.facts.quiet_around and not any(self.facts.surroundings.read(self._before).changed)
+        if self._tape is None:  # else what is run again first ends where this tape begins
+            self._after = [tensor.clone() for tensor in last]
         self._working = []
         if self.untold is not None and self.report.counts.advanced:  # else nothing will be run again
             self.untold.check()
@@ -194,7 +194,7 @@ class Run:
         assert steps is not None
         later = None if self._still else self.facts.surroundings.read()
         try:
-            with self.contexts(), hooks_aside(self.facts.parameters), self.tell("scan backward", steps) as self._tick:
+            with hooks_aside(self.facts.parameters), self.tell("scan backward", steps) as self._tick:
                 for action in self.schedule.backward(steps):
                     self._follow(action)
         finally:
@@ -222,7 +222,7 @@ class Run:
         began = time.perf_counter()
         DO[type(action)](self, action)
         self.report.actions += 1
-        if len(self.report.events) < EVENTS:
+        if len(self._events) < EVENTS:
             name = type(action).__name__
             start = action.step if isinstance(action, Store | Load | Free | Prefetch) else action.start
             stop = action.step if isinstance(action, Store | Load | Free | Prefetch) else action.stop
@@ -231,14 +231,14 @@ class Run:
                 name = f"{name} {action.level}"
                 if action.level == "tier":
                     began, ended = self._moved(action, began, ended)
-            self.report.events.append(Event(name, start, stop, began - self._began, ended - self._began))
+            self._events.append(Event(name, start, stop, began - self._began, ended - self._began))
 
     def _moved(self, action: Store | Load, began: float, ended: float) -> tuple[float, float]:
         """When a state was on its way, where the tier can tell. Of one that leaves, the end is told once it is freed,
         which is when it must be known."""
         parcel, _ = self._parcels[action.step]
         if isinstance(action, Store):
-            self._leaving[action.step] = len(self.report.events)
+            self._leaving[action.step] = len(self._events)
         elif parcel.times.fetched is not None:
             return parcel.times.fetched
         return began, ended
@@ -253,7 +253,7 @@ class Run:
         step = action.start
         tick = self._tick
         y: Any = None
-        with torch.set_grad_enabled(not self.facts.quiet):
+        with self.contexts(), torch.set_grad_enabled(not self.facts.quiet):
             for item in self.source.items(action.start, action.stop):
                 if not self.facts.quiet:
                     tree = self.carry.unflatten([_leaf(tensor) for tensor in self.carry.flatten(tree)])
@@ -285,7 +285,7 @@ class Run:
         self._working = []
         results, tick = self._results, self._tick
         ys: list[list[Tensor]] = []
-        with torch.enable_grad():
+        with self.contexts(), torch.enable_grad():
             items, inputs = self.source.with_leaves(start, stop)
             tree = self.carry.unflatten(entry)
             for step, item in enumerate(items, start):
@@ -418,9 +418,9 @@ class Run:
             parcel, _ = self._parcels.pop(action.step)
             place = self._leaving.pop(action.step, None)
             if place is not None and parcel.times.stored is not None:
-                event = self.report.events[place]
+                event = self._events[place]
                 ended = max(event.ended, parcel.times.stored - self._began)
-                self.report.events[place] = dataclasses.replace(event, ended=ended)
+                self._events[place] = dataclasses.replace(event, ended=ended)
             parcel.tier.free(parcel)
             if isinstance(self.source, Once):
                 self.source.bring_back(action.step)

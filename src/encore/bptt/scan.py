@@ -82,14 +82,19 @@ def scan(
         return carry, None
     first = head.pop()
     contexts = _autocast_contexts(start)
-    with contexts():
-        facts = probe(
-            given.call(step), structure, [tensor.detach() for tensor in start], first,
-            (*start, *source.tensors, *given.tensors), given.leaves,
-        )  # fmt: skip
+    call = given.call(step)
+
+    def in_context(carry: Any, x: Any) -> tuple[Any, Any]:
+        with contexts():
+            return call(carry, x)
+
+    facts = probe(
+        in_context, structure, [tensor.detach() for tensor in start], first,
+        (*start, *source.tensors, *given.tensors), given.leaves,
+    )  # fmt: skip
     del first
     if not facts.differentiable:
-        return _plain(given.call(step), structure, start, source)
+        return _plain(call, structure, start, source)
     with contextlib.ExitStack() as stack:
         opened = open_tiers(tiers, stack)
         for tier in opened:
@@ -99,7 +104,7 @@ def scan(
         told = ScanReport() if report is None else report
         _describe(told, choice, start, facts)
         run = Run(
-            given.call(step), structure, start, source, given.leaves, facts, choice.schedule, opened,
+            call, structure, start, source, given.leaves, facts, choice.schedule, opened,
             truncate=truncate, note_pace=None if pace is None else pace.note, contexts=contexts,
             tell=_teller if progress else _silence, report=told, resources=stack.pop_all(),
             untold=None if choice.schedule.name == "keep" else Untold(step, facts.surroundings.storages),
@@ -144,11 +149,16 @@ def _plain(call: Callable[[Any, Any], tuple[Any, Any]], structure: Structure, st
     length = source.length
     for step, item in enumerate(source.items(0, length if length is not None else 1 << 62)):
         tree, y = call(tree, item)
-        structure.flatten(tree)
+        carried = structure.flatten(tree)
         if results is None or ys is None:
             ys = Structure(y, "the step's y")
             results = Results(ys, ys.flatten(y), length)
-        results.put(step, y)
+        put = results.put(step, y)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*carried, *put)):
+            raise OptionError(
+                f"step {step} uses a parameter, and the first step used none; pass it as part of consts=, and take "
+                "that as the step's third argument"
+            )
         if isinstance(source, Once):
             source.forget(step, step + 1)
     return tree, None if results is None or ys is None or not ys.count else ys.unflatten(results.all())
@@ -186,11 +196,11 @@ def _choose(
         pace = _measured_pace(tiers, state, moved, facts)
     choice = choose(name, source.length, room, pace)
     if choice.interval is not None and source.length is not None and pace is not None:
-        needed = (source.length // choice.interval + 1) * state
-        if not any(tier.has_room(needed) for tier in tiers) and len(tiers) == 1:
+        count = source.length // choice.interval + 1
+        if len(tiers) == 1 and not tiers[0].has_room(state, count):
             raise TierError(
-                f"the states of {source.length} steps take about {bytes_text(needed)}, and the {tiers[0].name} tier "
-                "has not so much room; give it more, add another tier, or leave it out"
+                f"the states of {source.length} steps take about {bytes_text(count * state)}, and the "
+                f"{tiers[0].name} tier has not so much room; give it more, add another tier, or leave it out"
             )
     return choice, pace if choice.schedule.name == "multistage" else None
 
@@ -199,7 +209,7 @@ def _measured_pace(tiers: Sequence[Tier], state: int, moved: Sequence[Tensor], f
     """From one state that is stored for the purpose, and one step."""
     parcel = tiers[0].store([tensor.detach() for tensor in moved])
     try:
-        tiers[0].wait()
+        tiers[0].wait_for(parcel)
     finally:
         tiers[0].free(parcel)
 
