@@ -92,7 +92,7 @@ def test_room_is_asked_for_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert tier.has_room(36_000)
         assert not tier.has_room(50_000)
         with pytest.raises(TierError, match=r"no room for .* more in .*are free"):
-            tier.reserve(1 << 20)
+            tier.claim([1 << 20])
         tier.store([torch.zeros(2000)])
         with pytest.raises(TierError, match="no room"):
             tier.store([torch.zeros(20_000)])
@@ -165,7 +165,7 @@ def test_direct_writes_that_are_refused_become_buffered(tmp_path: Path, monkeypa
 
 def test_two_threads_are_refused_direct_writes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have asked before either is told no: the second must not take the first one's remedy for its own failure."""
-    with Disk(tmp_path, workers=2) as tier:
+    with Disk(tmp_path, workers=2, depth=4) as tier:
         if not tier.direct:
             pytest.skip("no direct I/O here")
         for call in ("pwrite", "preadv"):

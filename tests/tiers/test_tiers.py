@@ -334,3 +334,28 @@ def test_the_folder_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         opened = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
         assert any(path.startswith(str(tmp_path)) and "(deleted)" in path for path in opened)
         assert tier.load(tier.store([torch.ones(3)]))[0].sum() == 3
+
+
+def test_room_that_is_free_again_holds_other_sizes(tmp_path: Path) -> None:
+    with Disk(tmp_path, capacity=1 << 20) as tier:
+        for numbers in (1 << 14, 1 << 17, 3000):
+            count = (1 << 20) // (-(-4 * numbers // 4096) * 4096)
+            assert tier.has_room(4 * numbers, count)
+            assert not tier.has_room(4 * numbers, count + 1)
+            parcels = [tier.store([torch.full((numbers,), float(number))]) for number in range(count)]
+            tier.wait()
+            assert not tier.has_room(4 * numbers)
+            assert tier.load(parcels[-1])[0].unique().item() == count - 1
+            for parcel in parcels:
+                tier.free(parcel)
+
+
+def test_two_tensors_with_one_memory_stay_two(tmp_path: Path) -> None:
+    h = some(3, 4)
+    with Disk(tmp_path) as tier:
+        parcel = tier.store([h, h.detach(), h])
+        tier.wait()
+        first, second, third = tier.load(parcel)
+        assert first is third
+        assert first is not second
+        assert torch.equal(first, second)

@@ -36,7 +36,7 @@ from encore.tiers.tier import Parcel, Tier, Times
 
 DIRECTORY = "ENCORE_TIER_DIR"
 WORKERS = 2
-DEPTH = 4
+DEPTH = 2
 JOIN_SECONDS = 10.0
 WRITTEN_TO = "a tensor was written to while the disk tier stored it; store a copy of it instead"
 PIECE = 1 << 20
@@ -156,11 +156,6 @@ class Disk(Tier):
         with self._changed:
             return self._waiting + self._reading > 0
 
-    def reserve(self, size: int) -> None:
-        """Claim so many bytes of disk before the work begins."""
-        self._check_open()
-        self._file.reserve(size)
-
     def memory(self, size: int) -> int:
         return self.workers * rounded(size, PAGE) + self.depth * size
 
@@ -171,10 +166,10 @@ class Disk(Tier):
             self._raise_failure()
             return self._waiting < self.depth
 
-    def has_room(self, size: int) -> bool:
+    def has_room(self, size: int, count: int = 1) -> bool:
         self._check_open()
         self._free_abandoned()
-        return self._file.has_room(size)
+        return self._file.has_room(size, count)
 
     def store(self, tensors: Sequence[Tensor]) -> DiskParcel:
         self._check_open()

@@ -87,9 +87,10 @@ class Host(Tier):
             self._settle()
             return len(self._leaving) < self.depth
 
-    def has_room(self, size: int) -> bool:
+    def has_room(self, size: int, count: int = 1) -> bool:
         self._check_open()
         self._free_abandoned()
+        size *= count
         with self._lock:
             if self.capacity is not None:
                 return self.used + size <= self.capacity

@@ -147,7 +147,7 @@ def layout_of(tensors: Sequence[Tensor]) -> Layout:
     """How these tensors are packed; raises `TierError` for those that have no plain memory of their own."""
     entries: list[Entry] = []
     places: list[int] = []
-    known: dict[tuple[object, ...], int] = {}
+    known: dict[int, int] = {}
     position = 0
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -156,17 +156,15 @@ def layout_of(tensors: Sequence[Tensor]) -> Layout:
                 f"{' and a lazy conjugate or sign' if tensor.layout == torch.strided else ''}; "
                 "turn it into one first (to_dense, resolve_conj, resolve_neg)"
             )
-        shape, strides, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
-        address = tensor.untyped_storage().data_ptr()
-        key = (address, tensor.device, tensor.storage_offset(), shape, strides, dtype)
-        if key in known and address:
-            places.append(known[key])
+        if id(tensor) in known:  # two tensors with one memory stay two: one of them may be detached
+            places.append(known[id(tensor)])
             continue
+        shape, strides, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
         size = dtype.itemsize
         distinct = math.prod(1 if stride == 0 else extent for extent, stride in zip(shape, strides, strict=True))
-        lead = (tensor.data_ptr() % LINE) // size if address else 0
+        lead = (tensor.data_ptr() % LINE) // size if tensor.numel() else 0
         entry = Entry(dtype, tensor.device, shape, strides, lead, position, distinct * size)
-        known[key] = len(entries)
+        known[id(tensor)] = len(entries)
         places.append(len(entries))
         entries.append(entry)
         position = rounded(position + entry.bytes, LINE)

@@ -15,7 +15,7 @@ import os
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from encore.errors import TierError
@@ -30,7 +30,8 @@ SPARE = 64 << 20
 
 
 class SlotFile:
-    """Slots of any size, reused by size. Offsets are given out and taken back under a lock; I/O needs none."""
+    """Slots of any size, reused by size, and all of the file once nobody holds any. Offsets are given out and taken
+    back under a lock; I/O needs none."""
 
     def __init__(self, directory: Path, *, capacity: int | None, direct: bool) -> None:
         self.directory = directory
@@ -38,6 +39,8 @@ class SlotFile:
         self.claimed = 0
         """Bytes of the file that are backed by the disk."""
         self._end = 0
+        self._taken = 0
+        """Slots that somebody holds."""
         self._free: dict[int, list[int]] = {}
         self._lock = threading.Lock()
         self.direct = False
@@ -75,38 +78,41 @@ class SlotFile:
         size = rounded(max(size, 1), PAGE)
         with self._lock:
             if self._free.get(size):
-                return self._free[size].pop()
-            offset = self._end
-            if offset + size > self.claimed:
-                self._claim(offset + size)
-            self._end = offset + size
+                offset = self._free[size].pop()
+            else:
+                offset = self._end
+                if offset + size > self.claimed:
+                    self._claim(offset + size)
+                self._end = offset + size
+            self._taken += 1
             return offset
 
     def give_back(self, offset: int, size: int) -> None:
         with self._lock:
             self._free.setdefault(rounded(max(size, 1), PAGE), []).append(offset)
-
-    def reserve(self, size: int) -> None:
-        """Claim so many bytes in all, now rather than in the middle of the work."""
-        with self._lock:
-            if size > self.claimed:
-                self._claim(size, exactly=True)
+            self._taken -= 1
+            if not self._taken:  # slots of other sizes may follow
+                self._end = 0
+                self._free.clear()
 
     def claim_slots(self, sizes: Sequence[int]) -> None:
         """Claim what slots of these sizes take beyond those that are free."""
-        wanted = Counter(rounded(max(size, 1), PAGE) for size in sizes)
         with self._lock:
-            missing = sum(size * max(0, count - len(self._free.get(size, ()))) for size, count in wanted.items())
+            missing = self._missing(Counter(rounded(max(size, 1), PAGE) for size in sizes))
             if missing and self._end + missing > self.claimed:
                 self._claim(self._end + missing, exactly=True)
 
-    def has_room(self, size: int) -> bool:
-        size = rounded(max(size, 1), PAGE)
+    def has_room(self, size: int, count: int = 1) -> bool:
         with self._lock:
-            if self._free.get(size) or self._end + size <= self.claimed:
+            end = self._end + self._missing({rounded(max(size, 1), PAGE): count})
+            if end <= self.claimed:
                 return True
-            fits = self.capacity is None or self._end + size <= self.capacity
-            return fits and self._end + size - self.claimed + SPARE <= self._room()
+            fits = self.capacity is None or end <= self.capacity
+            return fits and end - self.claimed + SPARE <= self._room()
+
+    def _missing(self, wanted: Mapping[int, int]) -> int:
+        """Bytes that slots, counted by size, take beyond those that are free."""
+        return sum(size * max(0, count - len(self._free.get(size, ()))) for size, count in wanted.items())
 
     def _room(self) -> int:
         """Bytes that the file could grow by."""

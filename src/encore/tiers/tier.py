@@ -93,8 +93,8 @@ class Tier(abc.ABC):
         """Would a store of so many bytes start now, without waiting? Raises the error of an earlier store."""
 
     @abc.abstractmethod
-    def has_room(self, size: int) -> bool:
-        """Is there room for so many bytes beside what is here?"""
+    def has_room(self, size: int, count: int = 1) -> bool:
+        """Is there room for `count` parcels of so many bytes beside what is here?"""
 
     @abc.abstractmethod
     def store(self, tensors: Sequence[Tensor]) -> Parcel:
