@@ -26,8 +26,8 @@ from recurrent import KINDS, Workspace, both_kernels, close, everything, kernels
 
 SIZE = Size("lstm", 8, 16, 12, 4, True, torch.float32, "cpu", 1)
 LAYOUTS = [
-    *(Layout(weight, rows) for weight in ("packed", "stored", "transposed") for rows in (512, 16)),
-    *(Layout(weight, 16, 2) for weight in ("packed", "stored")),
+    *(Layout(weight, rows) for weight in ("packed", "stored", "transposed", "turned") for rows in (512, 16)),
+    *(Layout(weight, 16, 2) for weight in ("packed", "stored", "turned")),
     *([Layout("prepacked", 16), Layout("prepacked", 16, 2)] if has_prepacked(torch.float32, "cpu") else []),
 ]
 NARROW = [Layout("packed", rows, lanes, narrow=True) for rows, lanes in ((512, 1), (16, 1), (16, 2))]
@@ -226,10 +226,10 @@ def test_batches_are_no_part_of_a_gpu_key() -> None:
 
 
 def test_layouts_of_a_size() -> None:
-    known = ["packed, 4096 rows", "stored, 4096 rows", "transposed, 4096 rows"]
+    known = [f"{weight}, 4096 rows" for weight in ("packed", "stored", "transposed", "turned")]
     assert [str(layout) for layout in tuning.layouts(SIZE)] == known
     long = Size("lstm", 8, 512, 100, 64, True, torch.float32, "cpu", 1)
-    libraries = ["stored", "transposed", *(["prepacked"] if has_prepacked(torch.float32, "cpu") else [])]
+    libraries = ["stored", "transposed", "turned", *(["prepacked"] if has_prepacked(torch.float32, "cpu") else [])]
     chunked = [Layout("packed", rows) for rows in (1024, 512, 2048)]
     assert tuning.layouts(long) == [*chunked, *(Layout(weight, 1024) for weight in libraries)]
     lean = dataclasses.replace(long, keeps=False)

@@ -2,9 +2,10 @@
 
 Our own kernels read a weight that is packed for their tiles (`kernels/recurrent.cpp`). The layouts here leave the
 product to a library and the rest of the step to the kernels: the weight as it is **stored**, `h W^T` from `[gates *
-hidden, width]`; **transposed** once a call, so that a product reads rows where it read columns; or **prepacked** once a
-call by MKL, whose products otherwise arrange the whole weight again at every step. Which is best depends on the sizes
-and the processor: with 32 rows and 512 units on an Ice Lake server, 1.1 ms, 0.5 and 0.36.
+hidden, width]`; **transposed** once a call, so that a product reads rows where it read columns; **prepacked** once a
+call by MKL, whose products otherwise arrange the whole weight again at every step; or with states **turned**, `W h^T`,
+EcoRNN's layout for GPUs, which turns h before every product and the sums behind it. Which is best depends on the sizes
+and the processor: with 32 rows and 512 units on an Ice Lake server, 1.1 ms, 0.5 and 0.36 for the first three.
 
 The large products of a chunk's rows are PyTorch's, too, unless they read narrow numbers as they are: PyTorch would
 round their sums to the narrow type, and take memory aside that nobody can tell beforehand. Our own tiles do neither.
@@ -40,6 +41,28 @@ class StepProduct:
 
     def add(self, left: Tensor, into: Tensor) -> None:
         into.addmm_(left, self._matrix)
+
+
+class TurnedProduct(StepProduct):
+    """The same as `(matrix^T @ left^T)^T`: operands and sums of a product lie the other way, in `buffer`."""
+
+    def __init__(self, matrix: Tensor, buffer: Tensor) -> None:
+        super().__init__(matrix.t())
+        self._buffer = buffer
+
+    def write(self, left: Tensor, into: Tensor) -> None:
+        _transpose(self._turned(left), into)
+
+    def add(self, left: Tensor, into: Tensor) -> None:
+        into.add_(self._turned(left).t())
+
+    def _turned(self, left: Tensor) -> Tensor:
+        """`matrix^T @ left^T`."""
+        (columns, depth), rows = self._matrix.shape, left.shape[0]
+        turned = self._buffer[: depth * rows].view(depth, rows)
+        _transpose(left, turned)
+        sums = self._buffer[depth * rows : (depth + columns) * rows].view(columns, rows)
+        return torch.mm(self._matrix, turned, out=sums)
 
 
 class PrepackedProduct(StepProduct):
@@ -95,6 +118,8 @@ def buffer_numel(layout: str, rows: int, columns: int, depth: int) -> int:
     """What a layout of these takes aside for a matrix `[depth, columns]`."""
     if layout == "transposed":
         return columns * depth
+    if layout == "turned":
+        return rows * (columns + depth)
     return prepacked_numel(rows, columns, depth) if layout == "prepacked" else 0
 
 
@@ -104,12 +129,20 @@ def step_product(layout: str, weight: Tensor, transposed: bool, rows: int, buffe
     if layout == "transposed":
         assert buffer is not None
         other = buffer.view(weight.shape[1], weight.shape[0])
-        torch.maximum(weight.t(), weight.t(), out=other)  # `copy_` would take memory aside
+        _transpose(weight, other)
         return StepProduct(other.t() if transposed else other)
+    if layout == "turned":
+        assert buffer is not None
+        return TurnedProduct(matrix, buffer)
     if layout == "prepacked":
         assert buffer is not None
         return PrepackedProduct(matrix, rows, buffer)
     return StepProduct(matrix)
+
+
+def _transpose(matrix: Tensor, into: Tensor) -> None:
+    """Write `matrix^T`, without the memory that `copy_` would take aside for it."""
+    torch.maximum(matrix.t(), matrix.t(), out=into)
 
 
 def has_prepacked(dtype: torch.dtype, device: str) -> bool:

@@ -2,12 +2,12 @@
 
 A few things can be chosen without changing a result. The recurrent **weight** is packed into the tiles of
 `kernels/recurrent.cpp`, which costs a pass over it and pays from the second step on, or a library multiplies once a
-step: with the weight as stored, transposed, or prepacked by MKL (`products.py`). The large products take a **chunk** of
-so many rows at a time: more rows are faster on some machines and take more memory aside. They run before and after a
-chunk's steps on all threads, or beside them on half of the threads, in two **lanes** (`lanes.py`). Products of bfloat16
-read it widened to float32, or **narrow**, as it is, where the processor multiplies such numbers. And the module
-`encore.nn.LSTM` can leave a call that keeps everything to `torch.nn`'s layer: around a small one, an operator in Python
-takes longer than its work.
+step: with the weight as stored, transposed, or prepacked by MKL, or with states turned (`products.py`). The large
+products take a **chunk** of so many rows at a time: more rows are faster on some machines and take more memory aside.
+They run before and after a chunk's steps on all threads, or beside them on half of the threads, in two **lanes**
+(`lanes.py`). Products of bfloat16 read it widened to float32, or **narrow**, as it is, where the processor multiplies
+such numbers. And the module `encore.nn.LSTM` can leave a call that keeps everything to `torch.nn`'s layer: around a
+small one, an operator in Python takes longer than its work.
 
 Which is best differs by size and machine, so it is measured: `encore tune` runs the layouts of given sizes in turns and
 keeps their seconds in the machine's cache of measurements (`cost/cache.py`). Nothing is measured while a model trains.
@@ -41,8 +41,10 @@ LEAST_ROWS, MOST_ROWS, CHUNK_NUMBERS = 512, 4096, 1024 * 512
 LEAN_STEPS = 8
 """Steps between two kept cell states, at least: every eighth costs half a byte a unit and step."""
 SECONDS = 0.25
-"""Spent on a layout, at least; every one runs three times or more."""
-PREFIX = "rnn layout 4"
+"""Spent on a layout, on average; those that are not far behind run three times or more."""
+BEHIND = 1.5
+"""A layout that takes so many times as long as the best is not run again."""
+PREFIX = "rnn layout 5"
 """Entries of the cache begin so; the number changes when layouts do."""
 
 
@@ -51,7 +53,7 @@ class Layout:
     """One way to lay out a layer's work."""
 
     weight: str
-    """The recurrent one: `packed`, or `stored`, `transposed` or `prepacked` and multiplied once a step."""
+    """The recurrent one: `packed`, or `stored`, `transposed`, `prepacked` or `turned` and multiplied once a step."""
     rows: int
     """Of a chunk, at most; an LSTM that keeps c every K steps has chunks of K steps instead."""
     lanes: int = 1
@@ -175,7 +177,7 @@ def layouts(size: Size) -> list[Layout]:
     if size.cell != "lstm" or size.keeps:
         others = (int(usual * times) for times in CHUNKS)
         rows += [count for count in others if count != usual and min(count, usual) < all_rows and count < 2 * all_rows]
-    weights = ["stored", "transposed"]
+    weights = ["stored", "transposed", "turned"]
     rows_of_weight = {"lstm": 4, "gru": 3, "elman": 1}[size.cell] * size.hidden
     if has_prepacked(size.dtype, size.device) and worth_prepacking(size.batch, rows_of_weight, size.hidden):
         weights.append("prepacked")
@@ -220,6 +222,11 @@ def left_to_torch(cell: str, inputs: int, hidden: int, steps: int, batch: int, d
     return _chosen(cell, inputs, hidden, steps, batch, True, dtype, device, threads)[1] == TORCHS
 
 
+def of_module(size: Size) -> Layout:
+    """What a module does at this size."""
+    return _chosen(*(getattr(size, field.name) for field in dataclasses.fields(size)))[1]
+
+
 @functools.lru_cache(maxsize=4096)
 def _chosen(*facts: Any) -> tuple[Layout, Layout]:
     """For an operator, and for a module."""
@@ -262,6 +269,7 @@ def tune(size: Size, seconds: float = SECONDS) -> dict[Layout, float]:
 
     step = _step(size)
     best = dict.fromkeys(ways(size), math.inf)
+    racing = list(best)
     threads = torch.get_num_threads()
     try:
         if size.device == "cpu":
@@ -269,11 +277,13 @@ def tune(size: Size, seconds: float = SECONDS) -> dict[Layout, float]:
         ends = time.perf_counter() + seconds * len(best)
         rounds = 0
         while rounds < 4 or time.perf_counter() < ends:
-            for layout in best:
+            for layout in racing:
                 with forced(layout):
                     took = step()
                 if rounds:  # the first round warms up
                     best[layout] = min(best[layout], took)
+            if rounds:
+                racing = [layout for layout in racing if best[layout] <= BEHIND * min(best.values())]
             rounds += 1
     finally:
         torch.set_num_threads(threads)
