@@ -10,9 +10,32 @@ import pytest
 
 from encore.bench import plots, results
 from encore.bench.attention import AttentionRow
-from encore.bench.layers import PRODUCTS, THEIRS, Case, LayerSuite, Outcome, _fits, cases, compare_layers
-from encore.bench.layers_table import ATTENTION_COLUMNS, COLUMNS, attention_cells, grid, page, render, rows, summary
+from encore.bench.layers import (
+    PRODUCTS,
+    THEIRS,
+    Case,
+    LayerSuite,
+    Outcome,
+    _fits,
+    _layout,
+    _tune,
+    cases,
+    compare_layers,
+)
+from encore.bench.layers_table import (
+    ATTENTION_COLUMNS,
+    COLUMNS,
+    attention_cells,
+    grid,
+    grid_rows,
+    page,
+    render,
+    rows,
+    summary,
+)
 from encore.bench.machine import this_machine
+from encore.rnn import tuning
+from encore.rnn.tuning import TORCHS
 from json_schema import violations
 
 MIB = 2**20
@@ -23,7 +46,7 @@ SUITE = LayerSuite(
     False,
     (
         Outcome(LARGE, THEIRS, 0.9, 0.88, 1.0, 5, 100 * MIB, 80 * MIB),
-        Outcome(LARGE, "fast", 0.72, 0.7, 1.25, 5, 40 * MIB, 30 * MIB),
+        Outcome(LARGE, "fast", 0.72, 0.7, 1.25, 5, 40 * MIB, 30 * MIB, "packed, 1024 rows"),
         Outcome(LARGE, "lean", 0.9, 0.88, 1.0, 5, 20 * MIB, 6 * MIB),
         Outcome(LARGE, PRODUCTS, 0.6, 0.6, 1.5, 5),
         *(
@@ -40,7 +63,8 @@ def test_rows() -> None:
     found = {row[1]: row for row in rows(SUITE)}
     assert all(len(row) == len(COLUMNS) for row in found.values())
     assert found["fast"] == (
-        "LSTM T100 B64 H512 x2", "fast", "720.0 ms", "1.25x", "1.20", "40.00 MiB", "0.40", "30.00 MiB", "0.38", "5"
+        "LSTM T100 B64 H512 x2", "fast", "720.0 ms", "1.25x", "1.20", "40.00 MiB", "0.40", "30.00 MiB", "0.38", "5",
+        "packed, 1024 rows",
     )  # fmt: skip
     assert found[PRODUCTS][3:6] == ("1.50x", "1.00", "")
 
@@ -72,6 +96,33 @@ def test_table_page_and_json_hold_every_row() -> None:
     for row in told["outcomes"]:
         assert set(row) == set(Outcome.__slots__)
         assert set(row["case"]) == set(Case.__slots__)
+
+
+def test_sizes_left_to_torch_are_marked() -> None:
+    left = [case for case in GRID if case.hidden == 64]
+    outcomes = (
+        dataclasses.replace(one, layout=str(TORCHS)) if one.system == "fast" and one.case in left else one
+        for one in SUITE.outcomes
+    )
+    suite = dataclasses.replace(SUITE, outcomes=tuple(outcomes))
+    assert ("fast", "T35", "B8", "0.50x*", "0.50x") in grid_rows(suite)[1]
+    assert ("lean", "T35", "B8", "1.00x", "1.00x") in grid_rows(suite)[1]
+    told = "4 of these are left to torch.nn's own layer; the others are at least 0.50x (T10 B8 H256)"
+    assert summary(suite)[3] == told
+
+
+def test_sizes_are_tuned_before_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENCORE_CACHE_DIR", str(tmp_path))
+    tuning.forget()
+    case, large = Case("gru", "GRU", 6, 3, 16), Case("grid", "LSTM", 500, 128, 512)
+    assert not large.tuned
+    _tune([case, large, Case("cells", "LSTMCell", 1, 3, 16)])
+    assert all(tuning.measured(case.size(stash)) for stash in case.stashes)
+    assert not tuning.measured(large.size("fast"))
+    best = tuning.measured(case.size("fast"))
+    assert _layout(case, "fast") == str(min(best, key=best.__getitem__))
+    assert _layout(case, THEIRS) == ""
+    tuning.forget()
 
 
 def test_the_grid_is_drawn(tmp_path: Path) -> None:
@@ -113,7 +164,7 @@ def test_cases_cover_what_the_page_promises() -> None:
 def test_a_size_is_measured_in_every_system(case: Case) -> None:
     found = {one.system: one for one in compare_layers(case, seconds=0.0)}
     assert list(found)[: 1 + len(case.stashes)] == [THEIRS, *case.stashes]
-    assert (PRODUCTS in found) == (case.group == "large")
+    assert (PRODUCTS in found) == (case.group in ("large", "gru"))
     assert found[THEIRS].speed == 1
     for one in found.values():
         assert one.rounds >= 2

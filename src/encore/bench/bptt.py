@@ -2,7 +2,8 @@
 
 Four ways to the same gradients: the loop written out, where that fits; PyTorch's checkpoints around pieces of time;
 Revolve in memory; states on disk. Inputs are made when they are asked for, so that nothing but the loop's own memory
-grows. Peaks come from runs of their own, since watching every allocation takes time. The record of all allocations
+grows. A way goes through all lengths and back again, so that they are compared minutes apart at most. Peaks come from
+runs of their own, since watching every allocation takes time. The record of all allocations
 takes memory itself, so that of long sequences it is added up and begun again after every few thousand runs of a step;
 there, the way to disk alone is measured. What the process as a whole grew by is told at every length.
 With dropout in the step the same ways run once more, at the shortest length. Revolve's counts, for as many states as
@@ -48,8 +49,8 @@ LONG = 20_000
 """From here on, the record of allocations is cut into windows."""
 WINDOW = 2_000
 """Runs of a step in one."""
-ROUNDS, QUICK_ROUNDS = {1_000: 5, 10_000: 2, 100_000: 1}, 1
-"""Fewer of those that take long."""
+REPEATS = {1_000: 5}
+"""Runs in a row of those that are over soon."""
 WARM_UP = 200
 """Steps that every way takes before its time is taken."""
 DROPOUT = 0.1
@@ -195,8 +196,9 @@ class _Model:
         return state
 
 
+LOOP = "loop written out"
 SYSTEMS: dict[str, Callable[[_Model, Inputs], State]] = {
-    "loop written out": _Model.plain,
+    LOOP: _Model.plain,
     "checkpoint a piece": _Model.checkpoints,
     "encore.scan, Revolve": lambda model, xs: model.scanned(xs, schedule="revolve"),
     "encore.scan, disk": lambda model, xs: model.scanned(xs, schedule="multistage", tiers="disk"),
@@ -210,12 +212,7 @@ LONG_SYSTEMS = ("encore.scan, disk",)
 def run_bptt(*, quick: bool = False) -> BpttSuite:
     """Measure everything, telling on stderr how far it is."""
     lengths = QUICK_LENGTHS if quick else LENGTHS
-    outcomes: list[Outcome] = []
-    for steps in lengths:
-        fitting = [name for name in SYSTEMS if name != "loop written out" or _plain_bytes(steps) <= PLAIN_LIMIT]
-        rounds = QUICK_ROUNDS if quick else ROUNDS[steps]
-        with progress(f"{steps:>7,} steps", len(fitting) * (rounds + 1)) as tell:
-            outcomes += _one_length(steps, fitting, rounds, tell)
+    outcomes = _outcomes(lengths)
     parameters = sum(parameter.nbytes for parameter in _Model().cell.parameters())
     published = {steps: Revolve.forwards(steps, SLOTS) / steps for steps in lengths}
     counted = {steps: _counted(steps) / steps for steps in lengths}
@@ -267,49 +264,72 @@ def _with_dropout(steps: int, tell: Callable[[str], None]) -> dict[str, float]:
     return {system: largest_difference(gradients, first) for system, gradients in found.items()}
 
 
-def _one_length(steps: int, systems: list[str], rounds: int, tell: Callable[[str], None]) -> list[Outcome]:
-    xs = Inputs(steps)
-    seconds: dict[str, list[float]] = {system: [] for system in systems}
-    gradients: dict[str, list[Tensor]] = {}
-    forwards: dict[str, tuple[float, float | None]] = {}
-    grown: dict[str, int] = {}
-    late: dict[str, int] = {}
-    for system in systems:
-        _train(_Model(), system, Inputs(WARM_UP))
-    for turn in range(rounds):
-        for system in systems if turn % 2 == 0 else reversed(systems):
-            model = _Model()
-            gc.collect()
-            before = _forget_resident()
-            began = time.perf_counter()
-            _train(model, system, xs)
-            seconds[system].append((time.perf_counter() - began) / steps)
-            grown.setdefault(system, _resident() - before)
-            gradients[system] = model.gradients()
-            counts, predicted = model.report.counts.forwards, model.report.predicted_forwards
-            forwards[system] = (counts or model.runs) / steps, None if predicted is None else predicted / steps
-            late[system] = model.report.late_stores
-            tell(f"{system}: {seconds[system][-1] * 1e6:.0f} us a step")
+@dataclass(slots=True)
+class _Runs:
+    """What one way took over one length."""
+
+    seconds: list[float]
+    """A step, of each run."""
+    grown: int = 0
+    model: _Model | None = None
+    """Of the latest run."""
+
+
+def _outcomes(lengths: Sequence[int]) -> list[Outcome]:
+    """All ways at all lengths that they can be run at."""
+    found = {
+        steps: {
+            system: _Runs([]) for system in SYSTEMS if system != LOOP or _plain_bytes(steps) <= PLAIN_LIMIT
+        }
+        for steps in lengths
+    }  # fmt: skip
+    with progress("in turns", sum(len(ways) for ways in found.values())) as tell:
+        for system in SYSTEMS:
+            there = [steps for steps in lengths if system in found[steps]]
+            _train(_Model(), system, Inputs(WARM_UP))
+            for steps in [*there, *there[-2::-1]]:
+                for _ in range(REPEATS.get(steps, 1)):
+                    _run(system, steps, found[steps][system])
+            for steps in there:
+                tell(f"{system}, {steps:,} steps: {statistics.median(found[steps][system].seconds) * 1e6:.0f} us each")
     outcomes = []
-    for system in systems:
-        peak = _peak(system, xs) if steps < LONG else _long_peak(system, xs) if system in LONG_SYSTEMS else None
-        difference = largest_difference(gradients[system], gradients[systems[0]])
-        median = statistics.median(seconds[system])
-        outcomes.append(
-            Outcome(
-                system,
-                steps,
-                median,
-                rounds,
-                peak,
-                grown[system],
-                *forwards[system],
-                gradient_difference=difference,
-                late=late[system],
-            )
-        )
-        tell(f"{system}: peak measured")
+    for steps, ways in found.items():
+        with progress(f"peaks of {steps:,}", len(ways)) as tell:
+            for system, runs in ways.items():
+                outcomes.append(_outcome(system, steps, runs, next(iter(ways.values()))))
+                tell(system)
     return outcomes
+
+
+def _run(system: str, steps: int, runs: _Runs) -> None:
+    model = _Model()
+    gc.collect()
+    before = _forget_resident()
+    began = time.perf_counter()
+    _train(model, system, Inputs(steps))
+    runs.seconds.append((time.perf_counter() - began) / steps)
+    runs.grown = runs.grown or _resident() - before
+    runs.model = model
+
+
+def _outcome(system: str, steps: int, runs: _Runs, first: _Runs) -> Outcome:
+    """What the runs come to, beside those of the first way; and the peak, from one more."""
+    assert runs.model is not None
+    assert first.model is not None
+    xs, report = Inputs(steps), runs.model.report
+    predicted = report.predicted_forwards
+    return Outcome(
+        system,
+        steps,
+        statistics.median(runs.seconds),
+        len(runs.seconds),
+        _peak(system, xs) if steps < LONG else _long_peak(system, xs) if system in LONG_SYSTEMS else None,
+        runs.grown,
+        (report.counts.forwards or runs.model.runs) / steps,
+        None if predicted is None else predicted / steps,
+        largest_difference(runs.model.gradients(), first.model.gradients()),
+        report.late_stores,
+    )
 
 
 def _peak(system: str, xs: Inputs) -> int:

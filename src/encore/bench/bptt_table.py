@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from encore.bench.bptt import SYSTEMS, BpttSuite, Outcome
+from encore.bench.bptt import LOOP, SYSTEMS, BpttSuite, Outcome
 from encore.bench.offload import KEPT, OffloadRow
 from encore.bench.table import machine_section, markdown_table, seconds_text, terminal_table
 from encore.units import bytes_text
@@ -10,19 +10,19 @@ from encore.units import bytes_text
 COLUMNS = ("system", "steps", "peak", "process", "a step", "/ loop", "forwards a step", "predicted", "gradients")
 STALL_WITHIN = 0.2
 """How far from the measured stall the predicted one may be."""
-REVOLVE, DISK, LOOP = "encore.scan, Revolve", "encore.scan, disk", "loop written out"
+REVOLVE, DISK = "encore.scan, Revolve", "encore.scan, disk"
 READING = """\
 An LSTM cell, forward and backward over the whole sequence, on one batch. **Peak** is what the allocator reports above
 what was there before, with the gradients of the parameters in it; the budget of `encore.scan` is for states, tapes and
 the work of one step. Over the longest sequences it is measured to disk alone; **process** is by how much the process
 grew at most, with Python and what the allocator keeps for later. **A step** is the time of all of forward and backward
-over the number of steps, **/ loop** that over the loop written out where it was run. **Forwards a step** counts how
-often a step is run, and **predicted** what the schedule said before; to disk, a state that leaves late because the disk
-is busy changes the count a little. **Gradients** is the largest difference from the first system of the same length.
-`encore.scan` runs Revolve over blocks of steps, as long as saves the most runs in the budget; the published schedule
-has a step a tape, and its counts are those of the closed formula of Griewank and Walther: r n - C(s + r, r - 1) runs
-without a tape. Where the package `checkpoint_schedules` is installed, the runs along its own schedule are counted
-beside them."""
+over the number of steps, the median of several runs where they are short, **/ loop** that over the loop written out
+where it was run. **Forwards a step** counts how often a step is run, and **predicted** what the schedule said before;
+to disk, a state that leaves late because the disk is busy changes the count a little. **Gradients** is the largest
+difference from the first system of the same length. `encore.scan` runs Revolve over blocks of steps, as long as saves
+the most runs in the budget; the published schedule has a step a tape, and its counts are those of the closed formula of
+Griewank and Walther: r n - C(s + r, r - 1) runs without a tape. Where the package `checkpoint_schedules` is installed,
+the runs along its own schedule are counted beside them."""
 
 OFFLOADED = (
     "network", "way", "peak", "predicted", "step", "/ as it is", "predicted", "moved", "stands still", "predicted",

@@ -2,9 +2,10 @@
 
 A step is forward and backward of the layers alone, with gradients for input, states and weights, in one process and in
 turns. Beside the times stand the step's peak, what autograd saves between forward and backward, and for the largest
-layer **its products alone**: the matrix products that the step consists of, each in the operand order that is fastest
-here and into memory that is there already, with nothing in between. No layer can be faster than that with these
-products. Rounds are as many as fit a time for each size, and two at least. Attention's scores follow (`attention.py`).
+layers **their products alone**: the matrix products that the step consists of, each in the operand order that is
+fastest here and into memory that is there already, with nothing in between. No layer can be faster than that with these
+products. All but the largest sizes are tuned first, as `encore tune` does it. Rounds are as many as fit a time for each
+size, and two at least. Attention's scores follow (`attention.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from encore.bench.compare import median_ratio
 from encore.bench.machine import Machine, this_machine
 from encore.bench.schema import Layout
 from encore.progress import progress
+from encore.rnn import tuning
 from encore.rnn.layer import kernels_for
 
 THEIRS, PRODUCTS = "torch.nn", "products alone"
@@ -37,6 +39,9 @@ HEADLINE_SECONDS = 20.0
 """Spent on the rounds of every other size."""
 LEAST, MOST = 2, 25
 """Rounds of a size."""
+TUNED = 1 << 31
+"""Sizes whose products have at most so many multiplications for each gate are tuned: larger ones would take minutes."""
+GATES = {"LSTM": 4, "GRU": 3}
 CALLS = 50
 """A single step of a cell is over before the clock has moved much: so many are timed together."""
 BYTES_A_UNIT, SHARE = 256, 1 / 3
@@ -63,6 +68,17 @@ class Case:
     """Sequences of lengths from all steps down to a quarter of them."""
     stashes: tuple[str, ...] = ("fast", "lean")
 
+    def size(self, stash: str) -> tuning.Size:
+        """What the layout of such a layer depends on."""
+        return tuning.Size(
+            self.kind.lower(), self.hidden, self.hidden, self.steps, self.batch, stash == "fast",
+            getattr(torch, self.dtype), "cpu", torch.get_num_threads(),
+        )  # fmt: skip
+
+    @property
+    def tuned(self) -> bool:
+        return self.group != "cells" and self.steps * self.batch * self.hidden**2 <= TUNED
+
     def __str__(self) -> str:
         layers = f" x{self.layers}" if self.layers > 1 else ""
         kind = f"{self.kind}{' packed' if self.packed else ''}{'' if self.dtype == 'float32' else ' ' + self.dtype}"
@@ -85,9 +101,11 @@ class Outcome:
     peak: int = 0
     saved: int = 0
     """What autograd holds between forward and backward, beside inputs and parameters."""
+    layout: str = ""
+    """How its work is laid out, where there is a choice."""
 
 
-LAYOUT = Layout("encore_bench_rnn", 2)
+LAYOUT = Layout("encore_bench_rnn", 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +155,8 @@ def run_layers(*, quick: bool = False) -> LayerSuite:
     left_out: list[Case] = []
     for case in cases(quick=quick):
         (asked if _fits(case) else left_out).append(case)
+    if not quick:
+        _tune(asked)
     with progress("layers", len(asked) + 1) as tell:
         for case in asked:
             seconds = QUICK_SECONDS if quick else SECONDS if case.group in ("grid", "cells") else HEADLINE_SECONDS
@@ -147,6 +167,16 @@ def run_layers(*, quick: bool = False) -> LayerSuite:
         attention = attention_rows(quick=quick)
         tell("attention")
     return LayerSuite(this_machine(), quick, tuple(outcomes), tuple(attention), tuple(left_out))
+
+
+def _tune(asked: list[Case]) -> None:
+    """Measure the layouts that are not known yet."""
+    sizes = {size.key: size for case in asked if case.tuned for size in map(case.size, case.stashes)}
+    with progress("tuning", len(sizes)) as tell:
+        for size in sizes.values():
+            if not tuning.measured(size):
+                tuning.tune(size)
+            tell(f"{size.cell} T{size.steps} B{size.batch} H{size.hidden}: {tuning.of_module(size)}")
 
 
 def _fits(case: Case) -> bool:
@@ -166,15 +196,23 @@ def compare_layers(case: Case, seconds: float) -> Iterator[Outcome]:
         ours.load_state_dict(theirs.state_dict())
         contestants[stash] = Contestant(case, ours)
     runs: dict[str, Callable[[], float]] = {system: one.timed for system, one in contestants.items()}
-    if case.group == "large":
+    if case.group in ("large", "gru"):
         runs[PRODUCTS] = Products(case).timed
     took = _in_turns(runs, seconds)
     bytes_ = {system: (one.peak(), one.saved()) for system, one in contestants.items()}
     for system, mine in took.items():
         yield Outcome(
             case, system, statistics.median(mine), min(mine), median_ratio(took[THEIRS], mine), len(mine),
-            *bytes_.get(system, (0, 0)),
+            *bytes_.get(system, (0, 0)), layout=_layout(case, system),
         )  # fmt: skip
+
+
+def _layout(case: Case, system: str) -> str:
+    if case.group == "cells" or system not in case.stashes:
+        return ""
+    size = case.size(system)
+    facts = size.cell, size.inputs, size.hidden, size.steps, size.batch, size.keeps, size.dtype, size.device
+    return str(tuning.layout_of(*facts) if case.packed else tuning.of_module(size))
 
 
 def _in_turns(runs: dict[str, Callable[[], float]], seconds: float) -> dict[str, list[float]]:
@@ -262,17 +300,17 @@ class Contestant:
 
 
 class Products:
-    """The matrix products of an LSTM's step and nothing else."""
+    """The matrix products of a layer's step and nothing else."""
 
     def __init__(self, case: Case) -> None:
-        rows, units = case.steps * case.batch, case.hidden
+        rows, units, gates = case.steps * case.batch, case.hidden, GATES[case.kind] * case.hidden
         self.case = case
         self.x, self.grad_x = torch.randn(rows, units), torch.empty(rows, units)
-        self.gates = torch.randn(rows, 4 * units)
-        self.weight = torch.randn(4 * units, units)
+        self.gates = torch.randn(rows, gates)
+        self.weight = torch.randn(gates, units)
         self.other = self.weight.t().contiguous().t()  # the same, lying the other way
-        self.grad_weight, self.state = torch.empty(4 * units, units), torch.randn(case.batch, units)
-        self.step_gates, self.grad_state = torch.randn(case.batch, 4 * units), torch.empty(case.batch, units)
+        self.grad_weight, self.state = torch.empty(gates, units), torch.randn(case.batch, units)
+        self.step_gates, self.grad_state = torch.randn(case.batch, gates), torch.empty(case.batch, units)
         self.whole = self._faster(lambda weight: torch.mm(self.x, weight.t(), out=self.gates), 1)
         self.back = self._faster(lambda weight: torch.mm(self.gates, weight, out=self.grad_x), 1)
         self.forth = self._faster(lambda weight: torch.mm(self.state, weight.t(), out=self.step_gates), 10)

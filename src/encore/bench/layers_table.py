@@ -8,16 +8,19 @@ from collections.abc import Sequence
 
 from encore.bench.layers import PRODUCTS, THEIRS, LayerSuite, Outcome
 from encore.bench.table import machine_section, markdown_table, seconds_text, terminal_table
+from encore.rnn.tuning import TORCHS
 from encore.units import bytes_text
 
-COLUMNS = ("layers", "system", "step", "speed", "/ products", "peak", "/ torch.nn's", "saved", "/ torch.nn's", "rounds")
+COLUMNS = ("layers", "system", "step", "speed", "/ products", "peak", "/ torch.nn's", "saved", "/ torch.nn's", "rounds",
+           "layout")  # fmt: skip
 READING = """\
 Recurrent layers of `torch.nn` and of Encore in one process, in turns; a step is forward and backward of the layers
 alone. **Speed** is `torch.nn`'s time over this one's, the median of the rounds. **Products alone** are the step's
 matrix products, each in its fastest operand order and with nothing in between: a limit; **/ products** is a step's time
 over theirs. **Peak** is what the allocator reports for one step, gradients included; **saved** is what autograd holds
 between forward and backward beside inputs and parameters. `packed` sequences have lengths from T down to T / 4. Cells
-are one step; the input is as wide as the layer."""
+are one step; the input is as wide as the layer. All but the largest sizes were tuned first, as `encore tune` does it;
+the fast form of a small LSTM may then be `torch.nn`'s own layer (*)."""
 
 
 def cells(suite: LayerSuite, one: Outcome) -> tuple[str, ...]:
@@ -35,6 +38,7 @@ def cells(suite: LayerSuite, one: Outcome) -> tuple[str, ...]:
         bytes_text(one.saved) if measured else "",
         f"{one.saved / theirs.saved:.2f}" if measured and theirs.saved else "",
         str(one.rounds),
+        one.layout,
     )
 
 
@@ -49,15 +53,21 @@ def grid(suite: LayerSuite, system: str) -> dict[tuple[int, int, int], float]:
     return {(one.case.steps, one.case.batch, one.case.hidden): one.speed for one in found}
 
 
+def left_to_torch(suite: LayerSuite, system: str) -> set[tuple[int, int, int]]:
+    """Sizes of the grid, by steps, batch and units, that run `torch.nn`'s own layer."""
+    found = [one for one in suite.of("grid") if one.system == system and one.layout == str(TORCHS)]
+    return {(one.case.steps, one.case.batch, one.case.hidden) for one in found}
+
+
 def grid_rows(suite: LayerSuite) -> tuple[Sequence[str], list[tuple[str, ...]]]:
     """A row for each stash, length and batch; a column for each number of units."""
     units = sorted({one.case.hidden for one in suite.of("grid")})
     found = []
     for system in ("fast", "lean"):
-        speeds = grid(suite, system)
+        speeds, theirs = grid(suite, system), left_to_torch(suite, system)
         for steps, batch in sorted({(steps, batch) for steps, batch, _ in speeds}):
-            figures = (speeds.get((steps, batch, hidden)) for hidden in units)
-            texts = ("-" if speed is None else f"{speed:.2f}x" for speed in figures)
+            sizes = [(steps, batch, hidden) for hidden in units]
+            texts = (f"{speeds[size]:.2f}x{'*' * (size in theirs)}" if size in speeds else "-" for size in sizes)
             found.append((system, f"T{steps}", f"B{batch}", *texts))
     return ("stash", "steps", "batch", *(f"H{hidden}" for hidden in units)), found
 
@@ -99,15 +109,22 @@ def summary(suite: LayerSuite) -> list[str]:
         lines.append(f"{one.case}, {one.system}: {one.speed:.2f}x the speed of torch.nn's{memory}")
     for system in ("fast", "lean"):
         if speeds := grid(suite, system):
-            (steps, batch, hidden), least = min(speeds.items(), key=lambda item: item[1])
             mean = math.exp(statistics.fmean(map(math.log, speeds.values())))
-            lines.append(
-                f"LSTM over the grid, {system}: {mean:.2f}x on average (geometric), at least {least:.2f}x "
-                f"(T{steps} B{batch} H{hidden})"
-            )
+            told = f"{mean:.2f}x on average (geometric), at least {_least(speeds)}"
+            lines.append(f"LSTM over the grid, {system}: {told}")
+            left = left_to_torch(suite, system)
+            own = {size: speed for size, speed in speeds.items() if size not in left}
+            if left and own:
+                told = f"{len(left)} of these are left to torch.nn's own layer"
+                lines.append(f"{told}; the others are at least {_least(own)}")
     if suite.left_out:
         lines.append(f"too large for this machine's memory: {', '.join(map(str, suite.left_out))}")
     return lines
+
+
+def _least(speeds: dict[tuple[int, int, int], float]) -> str:
+    (steps, batch, hidden), least = min(speeds.items(), key=lambda item: item[1])
+    return f"{least:.2f}x (T{steps} B{batch} H{hidden})"
 
 
 def render(suite: LayerSuite) -> str:
