@@ -178,6 +178,15 @@ def test_the_measured_best_is_chosen_and_the_rule_before(own_cache: Path) -> Non
     assert tuning.layout_of(*facts) == tuning.operator_rule(size)
 
 
+def test_the_usual_layout_is_given_up_for_a_clear_gain_only() -> None:
+    usual, other, lanes = Layout("packed", 1024), Layout("stored", 1024), Layout("packed", 1024, 2)
+    for seconds, best in (
+        ((1.0, 0.96, 0.9), usual), ((1.0, 0.94, 0.88), other), ((1.0, 0.96, 0.8), lanes), ((1.0, 2.0, 3.0), usual),
+    ):  # fmt: skip
+        known = dict(zip((usual, other, lanes), seconds, strict=True))
+        assert tuning.best_of(known, usual, known) == best
+
+
 class Names(TorchDispatchMode):
     """Which of two kinds of layer run."""
 

@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +38,14 @@ CHUNKS = (0.5, 1, 2)
 """What is tried: chunks of so many times `chunk_rows`."""
 LEAST_ROWS, MOST_ROWS, CHUNK_NUMBERS = 512, 4096, 1024 * 512
 """A chunk has so many rows at least, and so many numbers of a unit's each."""
+SINGLE = 16
+"""A single row's weight is packed from a step for so many units on."""
 LEAN_STEPS = 8
 """Steps between two kept cell states, at least: every eighth costs half a byte a unit and step."""
 SECONDS = 0.25
 """Spent on a layout, on average; those that are not far behind run three times or more."""
+MUST_GAIN, LANES_MUST_GAIN = 1.05, 1.15
+"""So many times as long as a layout, and as one of two lanes, must the usual one take for it to be given up."""
 BEHIND = 1.5
 """A layout that takes so many times as long as the best is not run again."""
 PREFIX = "rnn layout 5"
@@ -70,7 +74,7 @@ class Layout:
 
 TORCHS = Layout("torch.nn", 0)
 """No layout of ours: `torch.nn`'s own layer."""
-NARROW, FEW, SHORT = 128, 1 << 19, 256
+NARROW, FEW, SHORT = 128, 1 << 20, 256
 """Layers of so few units, and sequences of so few numbers and fewer steps, are left to `torch.nn`."""
 
 
@@ -118,8 +122,8 @@ def chunk_rows(hidden: int) -> int:
 def rule(size: Size) -> Layout:
     """What a module does at a size that nobody has measured.
 
-    On that server, `torch.nn`'s LSTM of 64 units was up to 1.5 times as fast for up to 100 steps, and slower beyond
-    that, for a batch of 128 or with 256 units.
+    On that server and on an Emerald Rapids one, `torch.nn`'s LSTM of 64 units was up to 1.5 times as fast for up to 100
+    steps, and slower beyond that; with 256 units it was at most a tenth faster.
     """
     numbers = size.steps * size.batch * size.hidden
     if may_leave(size) and size.hidden <= NARROW and numbers <= FEW and size.steps < SHORT:
@@ -130,11 +134,11 @@ def rule(size: Size) -> Layout:
 def operator_rule(size: Size) -> Layout:
     """The layout of an operator that nobody has measured: packed from the second step on, in one lane.
 
-    In the few sizes that `tune` was given on that server (64 and 512 units, batches of 1 to 64, 2 to 100 steps),
-    packing won or was within a tenth. Two lanes took 0.9 to 1.15 of one's time with both cores to themselves,
-    and 0.6 to 0.85 beside others' work.
+    Over 64 to 1024 units, batches of 1 to 128 and 10 to 500 steps on those servers, packing won or was within a tenth,
+    but for single rows and few steps with a large weight: it is read once more to be packed. Two lanes took 0.9 to 1.15
+    of one's time with both cores to themselves, and 0.6 to 0.85 beside others' work.
     """
-    if size.steps == 1:
+    if size.steps == 1 or (size.batch == 1 and SINGLE * size.steps <= size.hidden):
         return Layout("stored", chunk_rows(size.hidden))
     return Layout("packed", chunk_rows(size.hidden), narrow=may_narrow(size))
 
@@ -234,7 +238,16 @@ def _chosen(*facts: Any) -> tuple[Layout, Layout]:
     known = measured(size)
     if not known:
         return operator_rule(size), rule(size)
-    return min(layouts(size), key=known.__getitem__), min(known, key=known.__getitem__)
+    return best_of(known, operator_rule(size), layouts(size)), best_of(known, rule(size), known)
+
+
+def best_of(known: Mapping[Layout, float], usual: Layout, among: Iterable[Layout]) -> Layout:
+    """The fastest, if it is clearly faster than the usual one: clocks are not that exact, and lanes take memory."""
+
+    def price(layout: Layout) -> float:
+        return known[layout] * (1 if layout == usual else LANES_MUST_GAIN if layout.lanes == 2 else MUST_GAIN)
+
+    return min(among, key=price)
 
 
 def measured(size: Size) -> dict[Layout, float]:
@@ -282,7 +295,7 @@ def tune(size: Size, seconds: float = SECONDS) -> dict[Layout, float]:
                     took = step()
                 if rounds:  # the first round warms up
                     best[layout] = min(best[layout], took)
-            if rounds:
+            if rounds > 1:  # once may be bad luck
                 racing = [layout for layout in racing if best[layout] <= BEHIND * min(best.values())]
             rounds += 1
     finally:
