@@ -115,9 +115,8 @@ def render(found: Sequence[Tuned]) -> str:
     ]  # fmt: skip
     known = sum(one.known for one in found)
     gains = f"{tuning.MUST_GAIN - 1:.0%}, and with two lanes {tuning.LANES_MUST_GAIN - 1:.0%}"
-    notes = [
-        f"gain: the layout that is used without measuring over the best one, which is used from a gain of {gains} on"
-    ]
+    notes = ["gain: the layout that is used without measuring over the best one"]
+    notes += [f"the best one is used where it gains {gains}"]
     notes += [f"{known} of {len(found)} sizes were known; --again measures them once more"] if known else []
     return "\n".join([terminal_table(COLUMNS, rows, words=3), "", *notes])
 
