@@ -155,14 +155,6 @@ def test_narrow_layouts_where_the_processor_has_them(monkeypatch: pytest.MonkeyP
     assert str(Layout("packed", 512, 2, narrow=True)) == "packed, 512 rows, two lanes, narrow"
 
 
-def test_large_buffers_lie_on_large_pages() -> None:
-    from encore.rnn import pages
-
-    large = pages.on_large_pages(torch.empty(pages.LARGE + 3, dtype=torch.uint8))
-    assert large.zero_().sum() == 0
-    assert pages.empty(large, (2, 3), torch.float64).shape == (2, 3)
-
-
 def test_the_measured_best_is_chosen_and_the_rule_before(own_cache: Path) -> None:
     facts = ("lstm", 8, 16, 12, 4, True, torch.float32, "cpu")
     size = Size(*facts, torch.get_num_threads())

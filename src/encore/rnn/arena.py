@@ -10,8 +10,6 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from encore.rnn.pages import on_large_pages
-
 ALIGNMENT = 64
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -34,7 +32,7 @@ class Arena:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._suffix = ""
-        block = on_large_pages(torch.empty(layout_bytes(layout), dtype=torch.uint8, device=device))
+        block = torch.empty(layout_bytes(layout), dtype=torch.uint8, device=device)
         blocks: dict[torch.dtype, Tensor] = {}  # the same bytes, read as each type
         offset = 0
         for name, (shape, dtype) in layout.items():

@@ -24,7 +24,6 @@ from torch import Tensor
 from encore.rnn import reference
 from encore.rnn.arena import Arena, Layout, in_turns, layout_bytes
 from encore.rnn.layer import Sizes, copied_bytes, kernels_for, sizes_of, started, usable_gradient, walk_of
-from encore.rnn.pages import empty
 from encore.rnn.products import buffer_numel
 from encore.rnn.registry import define
 from encore.rnn.sequence import Walk
@@ -222,7 +221,7 @@ class Cell(abc.ABC):
             **dict.fromkeys(("bias", "b_ih", "b_hh"), (biases,)),
             "w_hr": tuple(call.w_hr.shape) if needs.weights and call.w_hr is not None else (0,),
         }
-        return {name: empty(call.x, shapes[name]) for name in self.gradients}
+        return {name: call.x.new_empty(shapes[name]) for name in self.gradients}
 
 
 def define_operators(cell: Cell) -> None:

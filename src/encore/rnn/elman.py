@@ -27,7 +27,6 @@ from encore.rnn.layer import (
     within,
     write_product,
 )
-from encore.rnn.pages import empty
 from encore.rnn.products import large_product
 from encore.rnn.sequence import Chunk, Walk
 
@@ -54,8 +53,8 @@ class Elman(Cell):
 
     def results(self, call: Call) -> tuple[Tensor, ...]:
         return (
-            empty(call.x, (*call.x.shape[:-1], call.sizes.hidden)),
-            empty(call.x, (call.sizes.batch, call.sizes.hidden)),
+            call.x.new_empty((*call.x.shape[:-1], call.sizes.hidden)),
+            call.x.new_empty((call.sizes.batch, call.sizes.hidden)),
         )
 
     def forward(self, call: Call, walk: Walk, arena: Arena, results: Sequence[Tensor]) -> None:

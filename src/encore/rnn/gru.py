@@ -30,7 +30,6 @@ from encore.rnn.layer import (
     within,
 )
 from encore.rnn.native import packed_numel
-from encore.rnn.pages import empty
 from encore.rnn.products import large_product
 from encore.rnn.sequence import Chunk, Walk
 
@@ -55,9 +54,9 @@ class Gru(Cell):
     def results(self, call: Call) -> tuple[Tensor, ...]:
         x, (h0,), sizes = call.x, call.states, call.sizes
         return (
-            empty(x, (*x.shape[:-1], sizes.hidden)),
-            empty(h0, h0.shape),
-            empty(x, (0 if sizes.keep else sizes.rows, 4 * sizes.hidden)),
+            x.new_empty((*x.shape[:-1], sizes.hidden)),
+            h0.new_empty(h0.shape),
+            x.new_empty((0 if sizes.keep else sizes.rows, 4 * sizes.hidden)),
         )
 
     def forward(self, call: Call, walk: Walk, arena: Arena, results: Sequence[Tensor]) -> None:

@@ -33,7 +33,6 @@ from encore.rnn.layer import (
     within,
     write_product,
 )
-from encore.rnn.pages import empty
 from encore.rnn.products import large_product
 from encore.rnn.sequence import Chunk, Walk, kept_rows
 
@@ -64,11 +63,11 @@ class Lstm(Cell):
     def results(self, call: Call) -> tuple[Tensor, ...]:
         x, (h0, c0), sizes = call.x, call.states, call.sizes
         return (
-            empty(x, (*x.shape[:-1], sizes.width)),
-            empty(h0, h0.shape),
-            empty(c0, c0.shape),
-            empty(x, (0 if sizes.keep else sizes.rows, 4 * sizes.hidden)),
-            empty(x, (kept_rows(sizes.steps, sizes.batch, sizes.rows, sizes.keep), sizes.hidden), dtype=sizes.real),
+            x.new_empty((*x.shape[:-1], sizes.width)),
+            h0.new_empty(h0.shape),
+            c0.new_empty(c0.shape),
+            x.new_empty((0 if sizes.keep else sizes.rows, 4 * sizes.hidden)),
+            x.new_empty((kept_rows(sizes.steps, sizes.batch, sizes.rows, sizes.keep), sizes.hidden), dtype=sizes.real),
         )
 
     def forward_layout(self, call: Call) -> Layout:
