@@ -5,7 +5,7 @@ turns. Beside the times stand the step's peak, what autograd saves between forwa
 layers **their products alone**: the matrix products that the step consists of, each in the operand order that is
 fastest here and into memory that is there already, with nothing in between. No layer can be faster than that with these
 products. All but the largest sizes are tuned first, as `encore tune` does it. Rounds are as many as fit a time for each
-size, and two at least. Attention's scores follow (`attention.py`).
+size, and three at least. Attention's scores follow (`attention.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SECONDS, QUICK_SECONDS = 3.0, 0.5
 """Spent on the rounds of a size of the grid."""
 HEADLINE_SECONDS = 20.0
 """Spent on the rounds of every other size."""
-LEAST, MOST = 2, 25
+LEAST, MOST = 3, 25
 """Rounds of a size."""
 TUNED = 1 << 31
 """Sizes whose products have at most so many multiplications for each gate are tuned: larger ones would take minutes."""
@@ -216,15 +216,17 @@ def _layout(case: Case, system: str) -> str:
 
 
 def _in_turns(runs: dict[str, Callable[[], float]], seconds: float) -> dict[str, list[float]]:
-    """Seconds of each, round by round; who begins changes. The first round is not counted unless it fills the time."""
+    """Seconds of each, round by round until the time is over; who begins changes. The first round is not counted unless
+    it fills the time."""
     order, took = list(runs), {system: [run()] for system, run in runs.items()}
-    a_round = sum(first for (first,) in took.values())
-    if a_round < seconds:
+    if sum(first for (first,) in took.values()) < seconds:
         took = {system: [] for system in order}
-    rounds = max(LEAST, min(MOST, int(seconds / a_round)))
-    for number in range(len(took[order[0]]), rounds):
+    spent, number = 0.0, len(took[order[0]])
+    while number < LEAST or (number < MOST and spent < seconds):
         for system in order[number % len(order) :] + order[: number % len(order)]:
             took[system].append(runs[system]())
+            spent += took[system][-1]
+        number += 1
     return took
 
 
