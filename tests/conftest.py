@@ -15,6 +15,8 @@ from browsing import start_browser
 from encore.rnn import tuning
 
 CACHE = "ENCORE_CACHE_DIR"
+KEPT_CACHE = "ENCORE_TEST_CACHE_DIR"
+"""Names a cache that is kept between runs: kernels are compiled once. `make test` starts with an empty one."""
 CAPTURED_ALIKE = (
     "autocast", "autograd", "breaks_and_shapes", "modules", "random", "recurrent", "state", "transparency", "writes"
 )  # fmt: skip
@@ -41,13 +43,17 @@ def pytest_configure(config: pytest.Config) -> None:
     pytest's own temporary folders outlive three runs, and the compiled headers in this one are large.
     """
     if not hasattr(config, "workerinput"):
-        folder = tempfile.TemporaryDirectory(prefix="encore-tests-")
         before = os.environ.get(CACHE)
-        os.environ[CACHE] = folder.name
-        config.add_cleanup(folder.cleanup)
+        os.environ[CACHE] = os.environ.get(KEPT_CACHE) or _temporary_folder(config)
         config.add_cleanup(lambda: os.environ.update({CACHE: before or ""}))
     else:
         torch.set_num_threads(1)  # a core each
+
+
+def _temporary_folder(config: pytest.Config) -> str:
+    folder = tempfile.TemporaryDirectory(prefix="encore-tests-")
+    config.add_cleanup(folder.cleanup)
+    return folder.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
