@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from encore.bench import plots, results
-from encore.bench.accuracy import AccuracySuite, Training, reduce_at_once, run_accuracy, variants
+from encore.bench.accuracy import (
+    AccuracySuite,
+    Training,
+    one_rounding_apart,
+    reduce_at_once,
+    run_accuracy,
+    variants,
+)
 from encore.bench.accuracy_table import COLUMNS, cells, page, render
 from encore.bench.machine import this_machine
 from encore.codecs import CODECS
@@ -49,6 +56,17 @@ def test_the_json_says_its_version() -> None:
     assert told["trainings"]["vgg16"][1]["losses"] == [2.0, 1.001]
 
 
+def test_one_rounding_apart_changes_one_weight_by_its_last_bit() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    one_rounding_apart(model)
+    changed = [(old != new).sum().item() for old, new in zip(before, model.parameters(), strict=True)]
+    assert changed == [0, 0, 1, 0]
+    where = before[2] != model[1].weight
+    assert model[1].weight[where] == torch.nextafter(before[2][where], torch.tensor(math.inf))
+
+
 def test_reducing_at_once_rounds_the_states_of_recurrent_cells() -> None:
     torch.manual_seed(0)
     stack = LSTMStack(4, 4, 2)
@@ -78,7 +96,8 @@ def test_every_variant_trains() -> None:
     found = run_accuracy(quick=True)
     for trainings in found.trainings.values():
         assert [one.variant for one in trainings] == list(variants())
-        eager, lossless, *others = trainings
+        eager, apart, lossless, *others = trainings
         assert lossless.peak <= eager.peak
-        assert lossless.off < 1e-4
+        assert apart.peak == eager.peak
+        assert max(apart.off, lossless.off) < 1e-4  # four steps: rounding has not grown yet
         assert all(math.isfinite(one.loss) and one.score.keys() == eager.score.keys() for one in others)

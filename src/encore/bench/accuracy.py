@@ -1,6 +1,7 @@
 """The suite `accuracy`: does a network learn as well when its feature maps are held in fewer bits?
 
-One CNN and one LSTM, each trained several times from the same weights on the same batches: by eager PyTorch; by Encore
+One CNN and one LSTM, each trained several times from the same weights on the same batches: by eager PyTorch; by eager
+once more with a single weight changed by its last bit, which shows how far rounding alone drives two runs apart; by Encore
 with encodings alone, lossless and with one lossy type at a time, as few bytes as there can be; and by eager with every
 module's output, a recurrent cell's state among them, reduced to that type at once, so that forward computes with it.
 The last is what Gist argues against (Jain et al., ISCA 2018): the same bits are lost, but the error travels through
@@ -33,7 +34,7 @@ SIZES: dict[str, dict[str, int]] = {
 STEPS, QUICK_STEPS = 200, 4
 LOSSY = ("fp16", "fp10", "fp8_e4m3")
 """Types that feature maps are held in, from the widest to the narrowest."""
-EAGER, LOSSLESS = "eager", "Encore, lossless"
+EAGER, ONE_ROUNDING_APART, LOSSLESS = "eager", "eager, one rounding apart", "Encore, lossless"
 LAST = 20
 """Steps at the end whose mean loss is told."""
 
@@ -96,11 +97,25 @@ def run_accuracy(*, quick: bool = False) -> AccuracySuite:
 
 def variants() -> dict[str, Callable[[nn.Module], nn.Module]]:
     """How a model is trained, by name."""
-    found: dict[str, Callable[[nn.Module], nn.Module]] = {EAGER: lambda model: model, LOSSLESS: _encoded}
+    found: dict[str, Callable[[nn.Module], nn.Module]] = {
+        EAGER: lambda model: model,
+        ONE_ROUNDING_APART: one_rounding_apart,
+        LOSSLESS: _encoded,
+    }
     for name in LOSSY:
         found[f"Encore, {name}"] = functools.partial(_encoded, lossy=(name,))
         found[f"{name} at once"] = functools.partial(reduce_at_once, codec=CODECS[name])
     return found
+
+
+def one_rounding_apart(model: nn.Module) -> nn.Module:
+    """The model with one weight, the largest of its last matrix, moved to the next number of its type."""
+    *_, last = (parameter for parameter in model.parameters() if parameter.dim() > 1)
+    with torch.no_grad():
+        weights = last.view(-1)
+        largest = weights.abs().argmax()
+        weights[largest] = torch.nextafter(weights[largest], weights.new_tensor(math.inf))
+    return model
 
 
 def _encoded(model: nn.Module, **options: Any) -> nn.Module:
