@@ -1,10 +1,10 @@
 """The suite `accuracy`: does a network learn as well when its feature maps are held in fewer bits?
 
 One CNN and one LSTM, each trained several times from the same weights on the same batches: by eager PyTorch; by eager
-once more with a single weight changed by its last bit, which shows how far rounding alone drives two runs apart; by Encore
-with encodings alone, lossless and with one lossy type at a time, as few bytes as there can be; and by eager with every
-module's output, a recurrent cell's state among them, reduced to that type at once, so that forward computes with it.
-The last is what Gist argues against (Jain et al., ISCA 2018): the same bits are lost, but the error travels through
+once more with a single weight changed by its last bit, which shows how far rounding alone drives two runs apart; by
+Encore with encodings alone, lossless and with one lossy type at a time, as few bytes as there can be; and by eager with
+every module's output, a recurrent cell's state among them, reduced to that type at once, so that forward computes with
+it. The last is what Gist argues against (Jain et al., ISCA 2018): the same bits are lost, but the error travels through
 every layer above.
 """
 

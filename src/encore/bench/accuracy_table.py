@@ -14,9 +14,10 @@ state included, so that forward goes on with it. **Loss at the end** is the mean
 workload's metrics on data that no batch contained, **off eager's loss** the largest relative distance at any step,
 **peak** what the allocator reports for one step.
 
-**Eager, one rounding apart** is eager again with one weight changed by its last bit. Training is chaotic: a difference in one
-rounding grows with every step, so this row is what two correct runs differ by. A variant whose distance from eager is
-of that size computes as well as eager does; lossless codes change no value that backward reads, only the order of sums."""
+**Eager, one rounding apart** is eager again with one weight changed by its last bit. Training is chaotic: a difference
+in one rounding grows with every step, so this row is what two correct runs differ by. A variant whose distance from
+eager is of that size computes as well as eager does; lossless codes change no value that backward reads, only the order
+of sums."""
 
 
 def cells(workload: str, found: Training, eager_peak: int) -> tuple[str, ...]:
