@@ -1,7 +1,8 @@
 """`encore.verify`: a planned step against plain eager PyTorch, number by number.
 
-Both run on the same parameters, buffers and random state, with the same made-up gradients for the outputs; outputs,
-gradients of parameters and inputs, and buffers afterwards are compared. The model, its gradients and the generators
+Both run on the same parameters, buffers and random state, with the same made-up gradients for the outputs (for all of
+them, and for scalars alone if there are others too: a loss is often all that receives a gradient); outputs, gradients
+of parameters and inputs, and buffers afterwards are compared. The model, its gradients and the generators
 are left as they were found.
 """
 
@@ -59,7 +60,8 @@ def verify(
     exact_bits = rtol is None and atol is None and call.session.options.lowering == "eager"
     up_to_rounding = rtol is None and atol is None and not exact_bits
     with _left_as_found(owner) as restore:
-        planned = _outcome(call, call, owner, args, kwargs)
+        with call.session.learning_nothing():
+            planned = _outcome(call, call, owner, args, kwargs)
         restore()
         expected = _outcome(call.plain, call, owner, args, kwargs)
         found = _compare(planned, expected, None if up_to_rounding else (rtol or 0.0, atol or 0.0))
@@ -125,15 +127,22 @@ def _outcome(
         raise OptionError("no output of this call depends on anything that needs a gradient; there is no step")
     leaves = _named_parameters(call, owner) | _named_tensors("input", (args, kwargs))
     wanted = {name: tensor for name, tensor in leaves.items() if tensor.requires_grad}
-    cotangents = [_cotangent(tensor, index) for index, tensor in enumerate(differentiable)]
-    gradients = torch.autograd.grad(differentiable, list(wanted.values()), cotangents, allow_unused=True)
     found = {name: tensor.detach().clone() for name, tensor in outputs.items()}
-    for name, gradient in zip(wanted, gradients, strict=True):
-        if gradient is not None:
-            found[f"gradient of {name}"] = gradient
+    losses = [tensor for tensor in differentiable if not tensor.shape]
+    if losses and len(losses) < len(differentiable):
+        found |= _gradients(losses, wanted, " by the losses alone", retain_graph=True)
+    found |= _gradients(differentiable, wanted, "")
     if owner is not None:
         found |= {f"buffer {name}": buffer.clone() for name, buffer in owner.named_buffers()}
     return found
+
+
+def _gradients(outputs: list[torch.Tensor], wanted: Tensors, how: str, *, retain_graph: bool = False) -> Tensors:
+    cotangents = [_cotangent(tensor, index) for index, tensor in enumerate(outputs)]
+    leaves = list(wanted.values())
+    gradients = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=retain_graph, allow_unused=True)
+    found = zip(wanted, gradients, strict=True)
+    return {f"gradient of {name}{how}": gradient for name, gradient in found if gradient is not None}
 
 
 def _named_parameters(call: CompiledCall, owner: nn.Module | None) -> Tensors:

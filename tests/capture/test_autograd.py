@@ -78,6 +78,16 @@ def test_backward_twice_through_a_retained_graph(lowering: str) -> None:
     both(pair(lowering), twice)
 
 
+def test_a_graph_is_retained_after_steps_that_did_not(lowering: str) -> None:
+    def thrice(model: Net) -> None:
+        loss_of(model).backward()
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    both(pair(lowering), thrice)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_several_forwards_before_their_backwards(order: tuple[int, ...], lowering: str) -> None:
     def run(model: Net) -> None:

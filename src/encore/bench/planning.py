@@ -86,12 +86,12 @@ def planning_time(make: Callable[[], Workload]) -> PlanningTime:
             planned(*workload.batch(0))
     torch.compiler.reset()
     last = runs[-1]
-    assert last.captured is not None
+    assert last.runner is not None
     stages = {stage: last.seconds[stage] for stage in STAGES}
     return PlanningTime(
         workload=workload.name,
         nodes=last.nodes,
-        operators=len(last.captured.unplanned.schedule.graph.ops),
+        operators=len(last.runner.current.captured.unplanned.schedule.graph.ops),
         encore=sum(stages.values()),
         stages=stages,
         pytorch=last.pytorch,

@@ -25,12 +25,14 @@ from encore.capture.call_trace import NotRepeatableError
 from encore.capture.recurrent import lifting, told_of_packing
 from encore.capture.repeats import Repeats, trace_repeats
 from encore.capture.session import CapturedGraph, PlainGraph, Session
+from encore.capture.unused_outputs import NotOptionalError, Tangents, can_run_again
+from encore.capture.variants import GraphRunner, Used, Variant
 from encore.capture.watch import watches
 from encore.codecs import CODECS, Densities, Share
 from encore.cost import LinkLessons, densities, may_be_narrow, may_be_sparse, time_kernels
 from encore.errors import PlanError
-from encore.graph import Graph, UnsupportedGraphError, build_graph, verify_graph
-from encore.lower import FusedPlan, Lowered, fuse_plan, kernel_store, kernels_of, lower
+from encore.graph import Graph, Primal, UnsupportedGraphError, build_graph, verify_graph
+from encore.lower import FusedPlan, fuse_plan, kernel_store, kernels_of, lower
 from encore.options import make_options
 from encore.plan import (
     GraphPlan,
@@ -117,16 +119,24 @@ class GraphCompilation:
 
     def __init__(self, session: Session, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.session = session
+        self.options = session.options
         self.module = module
         self.inputs = inputs
         self.name = f"graph {len(session.graphs) + len(session.plain)}"
-        self.captured: CapturedGraph | None = None
-        self.lowered: Lowered | None = None
+        self.runner: GraphRunner | None = None
         self.repeats: Repeats | None = None
         self.lifted: list[Any] = []
         self.rewrites: tuple[str, ...] = ()
-        self.primals: list[Any] = []
+        self.primals: Sequence[Any] = []
         """The tensors that the step was called with, while it is planned."""
+        self.number = 0
+        """Its place among the graphs of the session."""
+        self.roles: list[Primal] = []
+        self.returned: list[bool] = []
+        self.ended = ("", "")
+        """Why the graph ended before the model did, and where."""
+        self.earlier: list[Plan] = []
+        """The plans of the step up to this graph."""
         self.started = time.perf_counter()
         since = session.waiting_since
         self.seconds: dict[str, float] = {} if since is None else {"dynamo": self.started - since}
@@ -146,7 +156,7 @@ class GraphCompilation:
         if self.repeats is not None:
             with contextlib.suppress(NotRepeatableError):
                 compiled = self._through_aot_autograd(self.repeats.edges)
-                if self.captured is not None:
+                if self.runner is not None:
                     return compiled
             self.repeats = None
         return self._through_aot_autograd(self.module)
@@ -158,6 +168,7 @@ class GraphCompilation:
             partition=self.partition,
             forward=self.forward_callable,
             backward=self.backward_callable,
+            takes_missing_gradients=lambda: self.runner is not None and self.runner.tangents.may_be_missing,
         )
 
     def partition(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -169,23 +180,85 @@ class GraphCompilation:
 
     def split(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan the whole joint graph; AOTAutograd gets a shell with the right inputs and outputs."""
+        self.roles = torch_private.primals(joint, self.module, self.inputs)
+        self.returned = torch_private.returned_outputs(joint, num_outputs)
         try:
             with _collector_paused():
-                graph = build_graph(
-                    joint,
-                    primals=torch_private.primals(joint, self.module, self.inputs),
-                    returned=torch_private.returned_outputs(joint, num_outputs),
-                )
+                graph = self._facts(joint)
         except UnsupportedGraphError as unsupported:
             self.session.plain.append(PlainGraph(self.name, str(unsupported)))
             warnings.warn(f"encore: {self.name} runs as plain PyTorch: {unsupported}", stacklevel=2)
             return torch_private.plain_partition(joint, num_outputs)
         self.primals = torch_private.given(joint, self.inputs)
+        self.number = len(self.session.graphs)
+        self.earlier = self.session.plans_of_step_so_far()
+        packing = functools.partial(told_of_packing, self.session.between)
+        self.ended = torch_private.break_reason(self.module, packing) or ("", "")
+        tangents = Tangents(joint, num_outputs)
+        used = self._first_used(tangents, graph)
+        expected = joint if used == tangents.everything else tangents.only(used)
+        graph = graph if expected is joint else self._facts(expected)
         self._lap("facts")
+        first = self._plan(expected, graph, used)
+        self.session.graphs.append(first.captured)
+        self.runner = GraphRunner(self.session, tangents, first, functools.partial(self._plan_later, tangents))
+        return torch_private.shell(joint, num_outputs, first.captured.plan.schedule)
+
+    def _facts(self, joint: fx.GraphModule) -> Graph:
+        return build_graph(joint, primals=self.roles, returned=self.returned)
+
+    def _first_used(self, tangents: Tangents, graph: Graph) -> Used:
+        """The gradients to expect before any backward: those that the plan which was given or graphs like this one
+        had; else those of losses, unless the outputs go on to another graph."""
+        if not tangents.optional:
+            return tangents.everything
+        if not can_run_again(graph):
+            tangents.require_all()
+            return tangents.everything
+        if self.options.plan is not None:
+            planned = self.options.plan.of_graph(self.number).gradients_of
+            expected = tangents.everything if planned is None else tangents.numbers(planned)
+        else:
+            reason, _ = self.ended
+            seen = self.session.gradients_seen.get((len(self.earlier), tangents.kinds))
+            expected = seen or (tangents.everything if reason else tangents.losses())
+        try:
+            tangents.only(expected)
+        except NotOptionalError as reason:
+            log.info("%s takes a gradient for every output: %s", self.name, reason)
+            tangents.require_all()
+            return tangents.everything
+        return expected
+
+    def _plan_later(self, tangents: Tangents, used: Used, primals: Sequence[Any], in_backward: bool) -> Variant:
+        """Plan the graph for another set of gradients, while the step runs; for all, where that set cannot be."""
+        assert self.runner is not None
+        session = self.session
+        self.started, self.seconds = time.perf_counter(), {}
+        self.options = dataclasses.replace(session.options, plan=None)  # a plan that was given is for the first set
+        self.primals = primals
+        before = self.runner.current.captured
+        self.earlier = session.plans_before(before) if in_backward else session.plans_of_step_so_far()
+        try:
+            with torch_private.compile_settings(), _collector_paused():
+                try:
+                    joint = tangents.only(used)
+                except NotOptionalError as reason:
+                    log.info("%s takes a gradient for every output: %s", self.name, reason)
+                    used = tangents.everything
+                    joint = tangents.only(used)
+                graph = self._facts(joint)
+                self._lap("facts")
+                variant = self._plan(joint, graph, used)
+        finally:
+            self.primals, self.earlier = [], []
+        session.graphs[self.number] = variant.captured
+        return variant
+
+    def _plan(self, joint: fx.GraphModule, graph: Graph, used: Used) -> Variant:
         verify_graph(graph)
         self._lap("verify")
-        packing = functools.partial(told_of_packing, self.session.between)
-        reason, line = torch_private.break_reason(self.module, packing) or ("", "")
+        reason, line = self.ended
         with torch_private.real_tensors():
             with _collector_paused():
                 unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
@@ -201,33 +274,32 @@ class GraphCompilation:
         runs = plan.schedule if self.session.workspaces.run else self._in_saving_order(joint, kept.schedule)
         watching = watches(plan) if self.session.workspaces.run else {}
         transports = self.session.transports if plan.choice.offload and self.session.workspaces.run else {}
-        self.lowered = lower(runs, self.name.replace(" ", "_"), fused.kernels, watching, transports)
+        lowered = lower(runs, self.name.replace(" ", "_"), fused.kernels, watching, transports)
         self._lap("lower")
-        self.captured = CapturedGraph(
+        captured = CapturedGraph(
             name=self.name,
             unplanned=unplanned,
             plan=plan,
             break_reason=reason,
             break_line=line,
             seconds=self.seconds,
-            sources=(self.lowered.forward_source, self.lowered.backward_source),
+            sources=(lowered.forward_source, lowered.backward_source),
             rewrites=self.rewrites,
             kernels_compiled=fused.compiled,
             watches=tuple(watching.values()),
             offers=() if self.session.workspaces.run else tuple(offers),
             choices=tuple(offer.told for offer in worth_having(offers)),
-            lessons=self._lessons(plan) if transports and not reason and not self.session.graphs else None,
+            lessons=self._lessons(plan) if transports and not reason and not self.number else None,
         )
-        self.session.graphs.append(self.captured)
-        self._tell()
-        return torch_private.shell(joint, num_outputs, plan.schedule)
+        self._tell(captured)
+        return Variant(used, captured, lowered)
 
     def _rewritten(self, unplanned: Plan) -> Plan:
         """Everything kept, with less to keep, and with the matrix products as the fused lowering wants them. The eager
         lowering has the passes that change no bit, and only where the step as it is will not do."""
-        options, workspaces = self.session.options, self.session.workspaces
+        options, workspaces = self.options, self.session.workspaces
         exact = options.lowering == "eager"
-        earlier = self.session.plans_of_step_so_far()
+        earlier = self.earlier
         if (
             exact
             and options.plan is None
@@ -255,15 +327,15 @@ class GraphCompilation:
 
     def _planner(self, kept: Plan, reference: Planner | None = None) -> Planner:
         session = self.session
-        separate = session.options.lowering == "eager" or "fuse" in session.options.skip
+        separate = self.options.lowering == "eager" or "fuse" in self.options.skip
         return Planner(
             kept,
             session.workspaces,
             session.seconds,
             fuse=None if separate else self._as_kernels,
-            exact=session.options.lowering == "eager",
-            keep=session.options.keep,
-            methods=allowed_methods(session.options),
+            exact=self.options.lowering == "eager",
+            keep=self.options.keep,
+            methods=allowed_methods(self.options),
             links=None if reference is None else reference.links,
             densities=None if reference is None else reference.densities,
             reference=reference,
@@ -272,7 +344,7 @@ class GraphCompilation:
     def _in_slices(self, planner: Planner, slices: int) -> Planner | None:
         """The planner of the same graph with its large heads in slices, where it has some. Sums come out in another
         order, so the eager lowering does without."""
-        options = self.session.options
+        options = self.options
         if slices == 1 or options.lowering == "eager" or "split_head" in options.skip:
             return planner if slices == 1 else None
         heads = find_heads(planner.graph)
@@ -288,10 +360,10 @@ class GraphCompilation:
     def _offers(self, unplanned: Plan, planner: Planner, by_hand: Collection[str]) -> list[Offer]:
         """The plans to pick from: the one that was given; what checkpoints in the model ask for, where nothing else
         is asked; only the kept one, where that will do."""
-        options, earlier = self.session.options, self.session.plans_of_step_so_far()
+        options, earlier = self.options, self.earlier
         as_it_is = planner.as_it_is()
         if options.plan is not None:
-            given = options.plan.of_graph(len(self.session.graphs))
+            given = options.plan.of_graph(self.number)
             return [self._given(unplanned.schedule.graph, planner, given)]
         if by_hand and options.budget is None and options.overhead is None:
             obeyed = planner.given(Choice(made_by(planner.graph, by_hand) & recomputable(planner.graph)))
@@ -336,13 +408,13 @@ class GraphCompilation:
         form = self._in_slices(planner, plan.slices)
         if form is None:
             raise PlanError(f"the plan takes heads in {plan.slices} slices, and this graph has none; plan anew")
-        lossy, tiers = self.session.options.lossy, planner.links
+        lossy, tiers = self.options.lossy, planner.links
         return form.given(plan.choice(captured, form.graph, lossy=lossy, tiers=tiers))
 
     def _pick(self, unplanned: Plan, planner: Planner, offers: list[Offer]) -> FusedPlan:
         """The plan that is asked for, with its kernels. One that needs more than was predicted once its kernels are
         there makes room for the next."""
-        options, earlier = self.session.options, self.session.plans_of_step_so_far()
+        options, earlier = self.options, self.earlier
         while True:
             with _collector_paused():
                 mine = offers[0]
@@ -369,7 +441,7 @@ class GraphCompilation:
         if not torch_private.has_ranks():
             return offer
         mine = GraphPlan.of(captured, offer.separate)
-        question = f"encore plan {mine.fingerprint} {dataclasses.replace(self.session.options, plan=None)}"
+        question = f"encore plan {mine.fingerprint} {dataclasses.replace(self.options, plan=None)}"
         told = torch_private.told_first(question, mine.to_json())
         agreed = GraphPlan.from_json(told)
         return offer if agreed == mine else self._given(captured, planner, agreed)
@@ -387,60 +459,25 @@ class GraphCompilation:
         return dataclasses.replace(schedule, saved=tuple(names[name] for name in ordered))
 
     def forward_callable(self, module: fx.GraphModule) -> Callable[..., Any]:
-        if self.lowered is None or self.captured is None:
+        if self.runner is None:
             return torch_private.plain_callable(module)
-        run, session, captured = self.lowered.forward, self.session, self.captured
-        starts_a_step = session.one_graph
-
-        def forward(args: list[Any]) -> Any:
-            if starts_a_step:
-                session.begin_call()
-            session.note_forward(captured)
-            before, lessons = session.waited, captured.lessons
-            if lessons is not None:
-                lessons.begin_step()
-            began = time.perf_counter()
-            result = captured.seconds_of_first("first forward", run, args)
-            if lessons is not None:
-                lessons.ran(began)
-            captured.stalled["forward"] = session.waited - before
-            session.waiting_since = time.perf_counter()
-            return result
-
-        forward._boxed_call = True  # type: ignore[attr-defined]
-        return forward
+        return torch_private.boxed(self.runner.forward)
 
     def backward_callable(self, module: fx.GraphModule) -> Callable[..., Any]:
-        if self.lowered is None or self.captured is None:
+        if self.runner is None:
             return torch_private.plain_callable(module)
-        run, session, captured = self.lowered.backward, self.session, self.captured
-
-        def backward(args: list[Any]) -> Any:
-            session.note_backward()
-            before, lessons = session.waited, captured.lessons
-            began = time.perf_counter()
-            result = captured.seconds_of_first("first backward", run, args)
-            if lessons is not None:
-                lessons.ran(began)
-                lessons.end_step()
-                captured.lessons = None if lessons.over else lessons
-            captured.stalled["backward"] = session.waited - before
-            return result
-
-        backward._boxed_call = True  # type: ignore[attr-defined]
-        return backward
+        return torch_private.boxed(self.runner.backward)
 
     def _lap(self, stage: str) -> None:
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self.started
         self.started = now
 
-    def _tell(self) -> None:
-        assert self.captured is not None
-        graph, timeline = self.captured.plan.schedule.graph, self.captured.plan.timeline
+    def _tell(self, captured: CapturedGraph) -> None:
+        graph, timeline = captured.plan.schedule.graph, captured.plan.timeline
         stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
         log.info(
             "%s: %d operators, peak %s (saved %s), plan %r; seconds: %s",
             self.name, len(graph.ops), bytes_text(timeline.step_peak), bytes_text(timeline.saved),
-            self.captured.plan.name, stages,
+            captured.plan.name, stages,
         )  # fmt: skip

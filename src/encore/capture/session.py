@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +106,11 @@ class Session:
         self.forwards_run = 0
         self.waiting_since: float | None = None
         """When the user's code, or Dynamo tracing it, took over: what comes next was waited for since then."""
+        self.gradients_seen: dict[tuple[Any, ...], frozenset[int]] = {}
+        """For each graph of a step, by its place and the kinds of its outputs: those that backwards gave gradients for,
+        by number. It is the same for inputs of other sizes."""
+        self.learns_gradients = True
+        """Do the backwards that run now belong to training?"""
         self.born = next(_births)
         self.last_step_number = -1
         self._step: list[CapturedGraph] = []
@@ -160,6 +166,20 @@ class Session:
     def plans_of_step_so_far(self) -> list[Plan]:
         """The plans that the running step has been through when its next graph is planned."""
         return [graph.plan for graph in self._step]
+
+    def plans_before(self, graph: CapturedGraph) -> list[Plan]:
+        """The plans of the latest step up to this graph."""
+        names = [other.name for other in self._step]
+        return [other.plan for other in self._step[: names.index(graph.name) if graph.name in names else 0]]
+
+    @contextlib.contextmanager
+    def learning_nothing(self) -> Iterator[None]:
+        """Backwards that run inside are no training steps: later ones are not planned by the gradients they had."""
+        self.learns_gradients = False
+        try:
+            yield
+        finally:
+            self.learns_gradients = True
 
     def remember_tensors(self, inputs: Any) -> None:
         self.tensors += [weakref.ref(tensor) for tensor in inputs if isinstance(tensor, torch.nn.Parameter)]

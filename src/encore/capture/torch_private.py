@@ -33,8 +33,10 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTInput,
     SavedForBackwardsAOTOutput,
     SavedForBackwardsNoVcCheckAOTOutput,
+    SubclassGetAttrAOTInput,
 )
 from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
+from torch._functorch._aot_autograd.runtime_wrappers import _AOTDispatchAutogradFunctionFactory as AutogradFactory
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._prims_common import suggest_memory_format
@@ -145,8 +147,10 @@ def trace_joint(
     partition: Partition,
     forward: Emit,
     backward: Emit,
+    takes_missing_gradients: Callable[[], bool],
 ) -> Callable[..., Any]:
-    """Run AOTAutograd on a Dynamo graph: `partition` sees the joint graph, then both callables are asked for."""
+    """Run AOTAutograd on a Dynamo graph: `partition` sees the joint graph, then both callables are asked for. Backward
+    is given None for an output that receives no gradient if it `takes_missing_gradients`, else zeros."""
 
     def partition_fn(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         return partition(joint, num_fwd_outputs)
@@ -158,11 +162,87 @@ def trace_joint(
         partition_fn=partition_fn,
         decompositions={},
     )
+    with eager_operators(), compile_settings(), _hooked_nodes(takes_missing_gradients):
+        return compiler(module, inputs)
+
+
+@contextlib.contextmanager
+def compile_settings() -> Iterator[None]:
+    """PyTorch's settings while a graph is planned and its kernels are compiled."""
     # Donated buffers may be overwritten by backward, which forbids retain_graph; Encore never writes over saved values.
     # `fallback_random` keeps draws that nobody reads: they move the generator.
     settings = functorch_config.patch(donated_buffer=False, enable_autograd_cache=False)
-    with eager_operators(), settings, inductor_config.patch(fallback_random=True):
-        return compiler(module, inputs)
+    with settings, inductor_config.patch(fallback_random=True):
+        yield
+
+
+# -- the autograd node that a graph runs as ---------------------------------------------------------------------------
+
+_running_nodes = threading.local()
+
+
+def running_node() -> Any:
+    """Inside the forward or backward of a compiled graph: its autograd node, on which attributes can be set. None for
+    graphs that are always given all gradients."""
+    return getattr(_running_nodes, "node", None)
+
+
+def keeps_graph() -> bool:
+    """Inside a backward: was it called with `retain_graph=True`?"""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+@contextlib.contextmanager
+def _as_running(node: Any) -> Iterator[None]:
+    before = running_node()
+    _running_nodes.node = node
+    try:
+        yield
+    finally:
+        _running_nodes.node = before
+
+
+@contextlib.contextmanager
+def _hooked_nodes(wanted: Callable[[], bool]) -> Iterator[None]:
+    """While AOTAutograd compiles one graph (Dynamo compiles one at a time): make `running_node` known to the autograd
+    function that it makes, and have autograd pass gradients that are missing as None instead of zeros."""
+    build = AutogradFactory.build
+
+    def build_hooked(factory: AutogradFactory) -> Any:
+        # None would stand for buffers that backward may overwrite, and forbid retain_graph from the second step on.
+        factory.spec.fw_metadata.bw_donated_idxs = []
+        function: Any = build(factory)
+        if wanted():
+            forward, backward = function._fwd_fn, function._bwd_fn
+
+            def run_forward(node: Any, *args: Any) -> Any:
+                node.set_materialize_grads(False)
+                with _as_running(node):
+                    return forward(node, *args)
+
+            def run_backward(gradients: Any, node: Any, *args: Any) -> Any:
+                with _as_running(node):
+                    return backward(gradients, node, *args)
+
+            function._fwd_fn, function._bwd_fn = run_forward, run_backward
+        return function
+
+    AutogradFactory.build = build_hooked  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        AutogradFactory.build = build  # type: ignore[method-assign]
+
+
+def takes_apart_tensors(graph: fx.Graph) -> bool:
+    """Does a joint graph take the parts of tensors of a special class, which AOTAutograd puts together again?"""
+    sources = graph.find_nodes(op="placeholder")
+    return any(isinstance(source.meta.get("desc"), SubclassGetAttrAOTInput) for source in sources)
+
+
+def saves_unchecked(graph: fx.Graph) -> bool:
+    """Does a joint graph save anything for backward that is not checked for writes?"""
+    return any(node.meta.get("saved_tensor_with_no_vc_check", False) for node in graph.nodes)
 
 
 def trace_functional(
@@ -275,6 +355,16 @@ def checkpointed(joint: fx.GraphModule) -> set[str]:
 
 def plain_callable(module: fx.GraphModule) -> Callable[..., Any]:
     return make_boxed_func(module.forward)
+
+
+def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A function that takes one list and empties it, marked as such."""
+
+    def call(args: list[Any]) -> Any:
+        return function(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def shell(joint: fx.GraphModule, num_outputs: int, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:

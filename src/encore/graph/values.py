@@ -177,8 +177,14 @@ def span_bytes(value: Value) -> int:
         return 0
     if len(value.stride) != len(value.shape):
         return value.bytes
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride, strict=True))
-    return elements * value.dtype.itemsize
+    return span_elements(value.shape, value.stride) * value.dtype.itemsize
+
+
+def span_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last one of a window."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def is_contiguous(value: Value) -> bool:

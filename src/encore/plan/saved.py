@@ -69,6 +69,8 @@ class GraphPlan:
     encode: tuple[SavedCode, ...] = ()
     stash: tuple[SavedStash, ...] = ()
     offload: tuple[SavedOffload, ...] = ()
+    gradients_of: tuple[str, ...] | None = None
+    """The tangents that backward is planned for, by name; None for all."""
 
     @classmethod
     def of(cls, captured: Graph, plan: Plan) -> GraphPlan:
@@ -82,6 +84,7 @@ class GraphPlan:
             ),
             stash=tuple(SavedStash(graph.values[one.output].name, one.every) for one in sorted(choice.stash)),
             offload=tuple(SavedOffload(graph.values[one.value].name, one.tier) for one in sorted(choice.offload)),
+            gradients_of=tuple(captured.values[value].name for value in captured.tangents),
         )
 
     @property
@@ -102,6 +105,7 @@ class GraphPlan:
             encode=tuple(SavedCode(one["value"], one["codec"], int(one["bytes"])) for one in told.get("encode", ())),
             stash=tuple(SavedStash(one["operator"], int(one["every"])) for one in told.get("stash", ())),
             offload=tuple(SavedOffload(one["value"], one["tier"]) for one in told.get("offload", ())),
+            gradients_of=None if told.get("gradients_of") is None else tuple(map(str, told["gradients_of"])),
         )
 
     def choice(
