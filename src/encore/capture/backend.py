@@ -30,7 +30,7 @@ from encore.capture.variants import GraphRunner, Used, Variant
 from encore.capture.watch import watches
 from encore.codecs import CODECS, Densities, Share
 from encore.cost import LinkLessons, densities, may_be_narrow, may_be_sparse, time_kernels
-from encore.errors import PlanError
+from encore.errors import EncoreError, IllegalGraphError, PlanError
 from encore.graph import Graph, Primal, UnsupportedGraphError, build_graph, verify_graph
 from encore.lower import FusedPlan, fuse_plan, kernel_store, kernels_of, lower
 from encore.options import make_options
@@ -72,8 +72,18 @@ def encore_backend(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **unknown: Any
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="encore", options={"budget": "2GiB"})`."""
-    session = Session("torch.compile", make_options({**(options or {}), **unknown}), one_graph=True)
+    with _errors_as_themselves():
+        session = Session("torch.compile", make_options({**(options or {}), **unknown}), one_graph=True)
     return GraphCompiler(session)(module, inputs)
+
+
+@contextlib.contextmanager
+def _errors_as_themselves() -> Iterator[None]:
+    """What Encore raises on purpose reaches the caller of the compiled function unwrapped."""
+    try:
+        yield
+    except EncoreError as error:
+        raise torch_private.BackendRefusal(error, keep_frames=isinstance(error, IllegalGraphError)) from None
 
 
 def _tell_of_recurrent_layers() -> None:
@@ -111,7 +121,9 @@ class GraphCompiler:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.session.remember_tensors(inputs)
         torch_private.pin_sizes(module)
-        return self.compilation(self.session, module, inputs).compile()
+        torch_private.guard_hooks()
+        with _errors_as_themselves():
+            return self.compilation(self.session, module, inputs).compile()
 
 
 class GraphCompilation:

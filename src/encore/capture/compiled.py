@@ -15,7 +15,6 @@ from encore.capture import torch_private
 from encore.capture.backend import GraphCompiler
 from encore.capture.recurrent import running
 from encore.capture.session import Session
-from encore.errors import EncoreError
 
 
 class CompiledCall:
@@ -33,14 +32,8 @@ class CompiledCall:
             return self.plain(*args, **kwargs)
         self.session.begin_call()
         forwards_before = self.session.forwards_run
-        try:
-            with torch_private.whole_graphs(), running(self.session.between):
-                result = self._planned(*args, **kwargs)
-        except torch_private.BackendFailed as failure:
-            error = torch_private.original_error(failure)
-            if isinstance(error, EncoreError):
-                raise error from None
-            raise
+        with torch_private.whole_graphs(), running(self.session.between):
+            result = self._planned(*args, **kwargs)
         if self.session.forwards_run == forwards_before and not self._told_it_ran_plain:
             self._tell_if_it_ran_plain(result)
         return result

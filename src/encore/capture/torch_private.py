@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import eval_frame
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._functorch._aot_autograd.collect_metadata_analysis import coerce_tangent_and_suggest_memory_format
 from torch._functorch._aot_autograd.descriptors import (
@@ -535,9 +538,28 @@ def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], li
 
 
 def whole_graphs() -> Any:
-    """Let Dynamo trace through `nn.LSTM` and its kin instead of breaking the graph at them, and keep it from cutting
-    the graph into DDP's buckets: a plan wants the whole model."""
-    return torch._dynamo.config.patch(allow_rnn=True, optimize_ddp=False)
+    """Let Dynamo trace through `nn.LSTM` and its kin instead of breaking the graph at them, keep it from cutting the
+    graph into DDP's buckets, since a plan wants the whole model, and let it guard on hooks of modules. For this thread
+    alone."""
+    return torch._dynamo.config.patch(allow_rnn=True, optimize_ddp=False, skip_nnmodule_hook_guards=False)
+
+
+HOOKS_OF_ALL_MODULES = re.compile(r"\b_global_(forward|backward)(_pre)?_hooks\b\W*$")
+"""The end of the name of a source: the hooks of `register_module_forward_hook` and its kin."""
+
+
+def guard_hooks() -> None:
+    """Inside a Dynamo backend: trace again once hooks are added to a module or to all modules, or removed. Dynamo's
+    default is to assume that modules without hooks stay without (`skip_nnmodule_hook_guards`), and it has no guard for
+    hooks of all modules."""
+    context = torch._guards.TracingContext.try_get()
+    if context is None:  # the backend was called without Dynamo
+        return
+    guards = context.guards_context.dynamo_guards
+    for guard in list(guards):
+        none_yet = guard.inner_create_fn() is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT
+        if none_yet or HOOKS_OF_ALL_MODULES.search(guard.name):
+            guards.add(guard.originating_source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
 
 
 def tell_of_recurrent_layers(backend: Callable[..., Any], tell: Callable[[], None]) -> None:
@@ -559,9 +581,20 @@ def tell_of_recurrent_layers(backend: Callable[..., Any], tell: Callable[[], Non
 RECURRENT_LAYER = "Attempted to wrap RNN, GRU, or LSTM"
 
 
-def original_error(error: BaseException) -> BaseException:
-    """What a backend raised, without Dynamo's wrapping."""
-    return getattr(error, "inner_exception", None) or error
+class BackendRefusal(ShortenTraceback):
+    """Carries an error of a backend through Dynamo, which wraps all others in `BackendCompilerFailed`. Where the
+    compiled function was called, Dynamo asks such an exception for itself without the frames of Dynamo, and raises
+    what it gets."""
+
+    def __init__(self, error: Exception, *, keep_frames: bool) -> None:
+        super().__init__(str(error), first_useful_frame=None)
+        self.error = error
+        self.keep_frames = keep_frames or torch._dynamo.config.verbose
+
+    def remove_dynamo_frames(self) -> Any:
+        if not self.keep_frames:  # frames keep the tensors of the failed call alive
+            self.__traceback__ = self.error.__traceback__ = None
+        return self.error
 
 
 def has_ranks() -> bool:
@@ -577,7 +610,6 @@ def told_first(key: str, mine: str) -> str:
     return store.compare_set(key, "", mine).decode()
 
 
-BackendFailed = torch._dynamo.exc.BackendCompilerFailed
 TraceFailed = torch._dynamo.exc.TorchRuntimeError  # the user's own operators refused their operands
 
 
