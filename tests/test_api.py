@@ -275,7 +275,7 @@ def test_a_refused_module_is_left_as_it_was() -> None:
 
 def test_options_of_the_backend_are_checked_too() -> None:
     planned = torch.compile(small_model(), backend="encore", options={"buget": 1})
-    with pytest.raises(Exception, match=r"unknown option 'buget'.*'budget'"):
+    with pytest.raises(OptionError, match=r"unknown option 'buget'.*'budget'"):
         planned(torch.randn(2, 6))
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 
 class EncoreError(Exception):
@@ -71,17 +75,30 @@ class Pin:
     bytes: int
 
 
-class BudgetError(EncoreError):
-    """The budget lies below the lowest peak Encore can reach."""
+LIKE_OUT_OF_MEMORY = (
+    "batch-size finders handle this error like 'CUDA out of memory.' or 'DefaultCPUAllocator: can't allocate memory'"
+)
+"""The texts by which accelerate's `find_executable_batch_size` and Lightning's `BatchSizeFinder` recognize an error
+after which a smaller batch is tried (accelerate/utils/memory.py, lightning/pytorch/utilities/memory.py)."""
+
+
+class BudgetError(EncoreError, torch.OutOfMemoryError):
+    """The budget lies below the lowest peak Encore can reach. Code that catches `torch.OutOfMemoryError` to try a
+    smaller batch catches this, too."""
 
     def __init__(self, message: str, *, floor: int, pins: Sequence[Pin] = (), remedies: Sequence[str] = ()) -> None:
-        super().__init__(message)
+        super().__init__(f"{message}\n{LIKE_OUT_OF_MEMORY}")
+        self.message = message
         self.floor = floor
         """Lowest reachable `resident + step_peak`, in bytes."""
         self.pins = tuple(pins)
         """The largest tensors alive at that peak."""
         self.remedies = tuple(remedies)
         """What would lower the floor, cheapest first."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        again = functools.partial(type(self), floor=self.floor, pins=self.pins, remedies=self.remedies)
+        return again, (self.message,)
 
 
 def listed(names: Iterable[object]) -> str:

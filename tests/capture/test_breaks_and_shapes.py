@@ -251,7 +251,7 @@ def test_the_backend_with_dynamic_shapes_asked_for(lowering: str) -> None:
 
 def test_the_backend_refuses_a_budget_that_cannot_be_met() -> None:
     model = torch.compile(Stack(), backend="encore", options={"budget": 16})
-    with pytest.raises(Exception, match="lowest reachable peak"):
+    with pytest.raises(encore.BudgetError, match="lowest reachable peak"):
         model(torch.randn(2, 8))
 
 
