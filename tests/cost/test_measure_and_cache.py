@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import encore
+from encore.cached_files import read_record, write_record
 from encore.cost.cache import MachineCache, machine_key
 
 
@@ -58,7 +60,7 @@ def test_saving_keeps_what_another_process_added(tmp_path: Path) -> None:
     other.put("other", 2)
     other.save()
     mine.save()
-    assert json.loads(path.read_text()) == {"machine": machine_key(), "measurements": {"mine": 1, "other": 2}}
+    assert read_record(path) == {"machine": machine_key(), "measurements": {"mine": 1, "other": 2}}
 
 
 def test_what_another_machine_measured_is_not_believed(tmp_path: Path) -> None:
@@ -71,11 +73,12 @@ def test_what_another_machine_measured_is_not_believed(tmp_path: Path) -> None:
         assert mine.get("a") is None
     mine.put("b", 2.5)
     mine.save()  # without a second warning, which would be an error
-    assert json.loads(path.read_text()) == {"machine": machine_key(), "measurements": {"b": 2.5}}
+    assert read_record(path) == {"machine": machine_key(), "measurements": {"b": 2.5}}
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[1, 2]", '{"a": 1}', '{"machine": "", "measurements": {"a": "text"}}', "\x00\x01"]
+    "content",
+    ["{", "[1, 2]", '{"a": 1}', '{"machine": "", "measurements": {"a": "text"}}', "\x00\x01", "", "[" * 100_000],
 )
 def test_a_damaged_file_is_ignored_with_a_warning(tmp_path: Path, content: str) -> None:
     path = tmp_path / "cache.json"
@@ -83,3 +86,47 @@ def test_a_damaged_file_is_ignored_with_a_warning(tmp_path: Path, content: str) 
     cache = MachineCache(path)
     with pytest.warns(UserWarning, match="measuring again"):
         assert cache.get("a") is None
+    cache.put("a", 1.0)
+    cache.save()
+    assert MachineCache(path).get("a") == 1
+
+
+def test_a_number_that_was_changed_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "cache.json"
+    cache = MachineCache(path)
+    cache.put("a", 1.5)
+    cache.save()
+    path.write_text(path.read_text().replace("1.5", "2.5"))
+    with pytest.warns(UserWarning, match="is damaged.*measuring again"):
+        assert MachineCache(path).get("a") is None
+
+
+NO_MEASUREMENTS: tuple[Any, ...] = (math.nan, math.inf, -math.inf, -1, -0.5, 1e300, 10**400, True, "text", None, [1])
+
+
+def test_what_cannot_be_a_measurement_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "cache.json"
+    entries = {str(number): number for number in NO_MEASUREMENTS}
+    write_record(path, {"machine": machine_key(), "measurements": {**entries, "right": 0.5, "none": 0}})
+    cache = MachineCache(path)
+    assert [cache.get(key) for key in entries] == [None] * len(entries)
+    assert (cache.get("right"), cache.get("none")) == (0.5, 0)
+    assert cache.matching(("",)) == {"right": 0.5, "none": 0}
+
+
+def test_what_cannot_be_a_measurement_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "cache.json"
+    cache = MachineCache(path)
+    for number in (math.nan, math.inf, -1.0, 2.0):
+        cache.put(str(number), number)
+    cache.save()
+    assert read_record(path)["measurements"] == {"2.0": 2.0}
+
+
+def test_a_file_that_takes_no_measurements_costs_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache = MachineCache(tmp_path / "file" / "cache.json")
+    cache.put("a", 1.0)
+    with pytest.warns(UserWarning, match="measurements could not be kept"):
+        cache.save()
+    assert cache.get("a") == 1

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import encore
 from against_eager import assert_close, assert_same, run_step, session_of
+from caches import with_header
 from captured import captured
 from encore.graph.values import map_refs
 from encore.lower import inductor_private, kernel_store
@@ -30,13 +31,9 @@ from encore.schedule.kernel import Kernel, Operand, each_result
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An empty folder of kernels, a space in its name, with the headers that this test run has compiled already."""
-    kernel_store().folder.mkdir(parents=True, exist_ok=True)
-    header = kernel_store()._build_header()
+    """An empty folder of kernels, a space in its name."""
     empty = tmp_path / "a folder"
-    empty.mkdir()
-    for name in ("kernels.h", "kernels.h.gch"):
-        (empty / name).symlink_to(header.with_name(name))
+    empty.mkdir(0o700)
     return empty
 
 
@@ -191,7 +188,7 @@ def test_a_damaged_kernel_is_compiled_again(folder: Path, damage: Callable[[Path
 def test_nothing_but_kernels_is_left_in_the_folder(folder: Path) -> None:
     KernelStore(folder).compile([kernel_of(wave, matrix())])
     kinds = sorted(path.suffix for path in folder.iterdir())
-    assert kinds == [".gch", ".h", ".json", ".so"]
+    assert kinds == [".json", ".so"]
 
 
 # -- kernels that fail -----------------------------------------------------------------------------------------------
@@ -324,10 +321,7 @@ def run_script(**environment: str) -> Any:
 
 @pytest.mark.slow
 def test_a_second_process_compiles_nothing_unless_an_extension_is_lost_or_broken(folder: Path) -> None:
-    kernels = folder / kernel_store().folder.name
-    kernels.mkdir()
-    for name in ("kernels.h", "kernels.h.gch"):
-        (folder / name).rename(kernels / name)
+    kernels = with_header(folder) / kernel_store().folder.name
     cache = str(folder)
     cold = run_script(ENCORE_CACHE_DIR=cache)
     assert cold["fresh"] > 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -50,6 +53,74 @@ def test_no_compiler(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (sources / "tiny.cpp").write_text(TINY)
     with pytest.raises(BuildError, match="no-such-compiler is not on the path"):
         build.library("tiny")
+
+
+LOAD_EACH = """
+import os, sys
+from encore.kernels import build
+build.__file__ = sys.argv[1]
+for cache in sys.argv[2:]:
+    print(cache, flush=True)
+    os.environ["ENCORE_CACHE_DIR"] = cache
+    build.library.cache_clear()
+    assert build.library("tiny").answer() == 42
+"""
+
+
+def test_a_library_that_was_cut_off_is_compiled_again(sources: Path) -> None:
+    """In a process of its own: the system maps such a file without an error, and kills the process that reads it."""
+    (sources / "tiny.cpp").write_text(TINY)
+    build.library("tiny")
+    caches = []
+    for share in (0, 0.02, 0.1, 0.3, 0.6, 0.9, 0.999):
+        caches.append(sources / f"cut at {share}")
+        shutil.copytree(sources / "cache", caches[-1])
+        for made in (caches[-1], caches[-1] / "native"):
+            made.chmod(0o700)
+        (library,) = caches[-1].glob("native/*.so")
+        content = library.read_bytes()
+        library.write_bytes(content[: int(len(content) * share)])
+    program = [sys.executable, "-c", LOAD_EACH, str(sources / "build.py"), *map(str, caches)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.returncode, done.stdout[-200:], done.stderr[-2000:])
+    for cache in caches:
+        assert len(list(cache.glob("native/*.so"))) == 1
+        assert (cache / "native" / library.name).stat().st_size > len(content) // 2
+
+
+def test_a_library_that_another_user_could_have_written_is_not_loaded(sources: Path) -> None:
+    (sources / "tiny.cpp").write_text(TINY)
+    build.library("tiny")
+    (library,) = (sources / "cache").glob("native/*.so")
+    library.unlink()
+    library.write_bytes(b"theirs")
+    library.chmod(0o666)
+    build.library.cache_clear()
+    with pytest.warns(UserWarning, match="is not trusted"):
+        assert build.library("tiny").answer() == 42
+    assert library.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_library_that_cannot_be_kept_is_compiled_for_the_process(
+    sources: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, content: bytes) -> NoReturn:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(build, "write_cached", refuse)
+    (sources / "tiny.cpp").write_text(TINY)
+    with pytest.warns(UserWarning, match=f"cannot be kept in .*{os.strerror(code)}"):
+        assert build.library("tiny").answer() == 42
+    assert list((sources / "cache").glob("native/*.so")) == []
+
+
+@pytest.mark.parametrize("name", ["it's", 'a "b"', "köln 東京", "bytes\udcff", "a;b$c"])
+def test_a_cache_of_any_name(sources: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENCORE_CACHE_DIR", str(sources / name))
+    (sources / "tiny.cpp").write_text(TINY)
+    assert build.library("tiny").answer() == 42
+    assert len(list((sources / name).glob("native/*.so"))) == 1
 
 
 @pytest.mark.slow

@@ -1,27 +1,33 @@
 """Measurements kept on disk, per machine and torch version, so that each is made once.
 
-One JSON file in `cache_directory()`, with the name of the machine in it. It is replaced as a whole, so a reader never
-sees half a file; two processes that write at once lose at most each other's newest entries, which are measured again. A
-file that cannot be read, or that another machine has written, is ignored with one warning.
+One record in `cache_directory()`, with the name of the machine in it. It is replaced as a whole, so a reader never sees
+half a file; two processes that write at once lose at most each other's newest entries, which are measured again. A file
+that is damaged or not trusted, or that another machine has written, is ignored with one warning. Entries that cannot be
+measurements (NaN, infinite, negative) are neither written nor read.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import json
+import os
 import platform
 import threading
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from encore.cached_files import CachedFileError, read_record, write_record
 from encore.folders import cache_directory
-from encore.whole_files import replacing
 
 MACHINE, MEASUREMENTS = "machine", "measurements"
+LAYOUT = 2
+"""Of the file. The first had no hash."""
+MOST = 2**63
+"""No number of bytes, seconds or bytes a second reaches this."""
 
 
 class MachineCache:
@@ -57,8 +63,7 @@ class MachineCache:
             merged = {**self._read(), **self._loaded()}
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                with replacing(self.path) as file:
-                    file.write(json.dumps({MACHINE: self.machine, MEASUREMENTS: merged}).encode())
+                write_record(self.path, {MACHINE: self.machine, MEASUREMENTS: _sound(merged)})
             except OSError as error:
                 warnings.warn(f"encore: measurements could not be kept in {self.path}: {error}", stacklevel=2)
             self._unsaved = False
@@ -69,24 +74,35 @@ class MachineCache:
         return self._entries
 
     def _read(self) -> dict[str, float]:
-        try:
-            found = json.loads(self.path.read_text())
-        except FileNotFoundError:
+        if not os.path.lexists(self.path):
             return {}
-        except (OSError, ValueError) as error:
-            return self._ignored(f"cannot be read ({error})")
-        entries = found.get(MEASUREMENTS) if isinstance(found, dict) else None
-        if not isinstance(entries, dict) or not all(isinstance(number, int | float) for number in entries.values()):
+        try:
+            found = read_record(self.path)
+        except CachedFileError as error:
+            return self._ignored(f"cannot be used ({error})")
+        entries = found.get(MEASUREMENTS)
+        if not isinstance(entries, dict):
             return self._ignored("does not hold measurements")
         if found.get(MACHINE) != self.machine:
             return self._ignored("holds measurements of another machine")
-        return entries
+        return _sound(entries)
 
     def _ignored(self, why: str) -> dict[str, float]:
         if not self._complained:
             warnings.warn(f"encore: {self.path} {why}; measuring again", stacklevel=2)
         self._complained = True
         return {}
+
+
+def _sound(entries: Mapping[str, Any]) -> dict[str, float]:
+    """Those that can be measurements."""
+    return {key: number for key, number in entries.items() if _is_measurement(number)}
+
+
+def _is_measurement(number: Any) -> bool:
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return False
+    return 0 <= number < MOST  # False for NaN
 
 
 @functools.cache
@@ -96,7 +112,7 @@ def _open_cache(path: Path) -> MachineCache:
 
 def machine_cache() -> MachineCache:
     """The cache of this machine and torch version."""
-    return _open_cache(cache_directory() / f"measurements-{machine_key()}.json")
+    return _open_cache(cache_directory() / f"measurements-{LAYOUT}-{machine_key()}.json")
 
 
 @functools.cache

@@ -1,15 +1,14 @@
 """Compile a C++ source of this folder on first use, and keep the result on disk for the next process.
 
 The file name holds everything the machine code depends on: the source, the headers beside it, the command, torch's
-version and the processor's flags. One process compiles, others wait at a lock; the result is renamed into place when it
-is whole, so that nobody loads half a library even where locks are not honoured.
+version and the processor's flags. One process compiles, others wait at a lock. A record beside the library has its
+hash: one that was cut off or damaged is compiled again instead of loaded. Where the cache cannot be written, the
+library is compiled into a private directory of the process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
@@ -18,13 +17,22 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch.utils import cpp_extension
 
-from encore.folders import cache_directory
+from encore.cached_files import (
+    CachedFileError,
+    file_digest,
+    is_intact,
+    locked,
+    read_record,
+    warn_unwritable,
+    write_cached,
+    write_record,
+)  # fmt: skip
+from encore.folders import cache_folder, private_directory
 
 VECTOR_FLAGS = {
     "AVX512": ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
@@ -44,16 +52,24 @@ def library(name: str) -> ctypes.CDLL:
     command = compile_command()
     texts = (file.read_text() for file in (source, *sorted(source.parent.glob("*.h"))))
     facts = "\n".join((*texts, *command, torch.__version__, _processor_flags()))
-    target = cache_directory() / "native" / f"{name}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
+    target = cache_folder("native") / f"{name}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
     try:
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(target.with_suffix(".lock")):
-                if not target.exists():
-                    _compile(source, command, target)
+        if not _is_whole(target):
+            with locked(target.with_suffix(".lock")):
+                if not _is_whole(target):
+                    target = _compile(source, command, target)
         return ctypes.CDLL(str(target))
     except OSError as error:
         raise BuildError(f"{target} cannot be made or loaded: {error}") from error
+
+
+def _is_whole(target: Path) -> bool:
+    """Is there such a library, trusted and as it was written?"""
+    try:
+        record = read_record(target.with_suffix(".json"))
+    except CachedFileError:
+        return False
+    return record.get("library") == target.name and is_intact(target, str(record.get("of_library")))
 
 
 def compile_command() -> list[str]:
@@ -69,23 +85,22 @@ def compile_command() -> list[str]:
     return [*compiler, *flags, *includes, *libraries, "-ltorch_cpu", "-lc10"]
 
 
-def _compile(source: Path, command: list[str], target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as aside:
-        made = Path(aside) / target.name
-        done = subprocess.run(
-            [*command[:1], str(source), *command[1:], "-o", str(made)], capture_output=True, text=True
-        )
-        if done.returncode:
-            said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
-            raise BuildError(f"the C++ compiler refused {source.name}: {said}")
-        made.replace(target)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _compile(source: Path, command: list[str], target: Path) -> Path:
+    """Compile a source, and keep the result as `target`, or else in the private directory; returns where it is."""
+    made = Path(tempfile.mkdtemp(dir=private_directory())) / target.name
+    line = [*command[:1], str(source), *command[1:], "-o", str(made)]
+    done = subprocess.run(line, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
+        raise BuildError(f"the C++ compiler refused {source.name}: {said}")
+    try:
+        write_cached(target, made.read_bytes())
+        write_record(target.with_suffix(".json"), {"library": target.name, "of_library": file_digest(target)})
+    except (OSError, CachedFileError) as error:
+        warn_unwritable(target.parent, error)
+        return made
+    shutil.rmtree(made.parent, ignore_errors=True)
+    return target
 
 
 def _processor_flags() -> str:

@@ -3,7 +3,8 @@
 What is relied upon: `compile_fx_inner` turns a graph of aten operators into the text of a Python module, in which
 `call(args)` allocates the results and calls C++ functions that the text defines through `AsyncCompile.cpp_pybinding`
 (Triton kernels on CUDA through `AsyncCompile.triton`); `CppBuilder` knows the compiler and its flags. Each kernel is
-lowered under a tracing context of its own, or its strides would leak into AOTAutograd's.
+lowered under a tracing context of its own, or its strides would leak into AOTAutograd's. Inductor writes each module to
+a file and executes what it finds under that name: here in a private directory, not in its own under `/tmp`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import functools
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._inductor.codecache as inductor_codecache
 import torch._inductor.config as inductor_config
 from torch._guards import TracingContext, tracing
 from torch._inductor.async_compile import AsyncCompile
@@ -29,6 +32,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from encore.folders import private_directory
 from encore.graph.values import map_refs
 from encore.lower.decompositions import with_sums_in_stages
 from encore.schedule.kernel import Kernel, Operand, each_result
@@ -69,17 +73,26 @@ def missing_compiler() -> str:
     return ""
 
 
+@functools.cache
+def compiler_version() -> str:
+    """How the C++ compiler names itself; a header that another one compiled is of no use to it."""
+    command = [*shlex.split(get_cpp_compiler()), "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    return done.stdout.partition("\n")[0]
+
+
 def module_source(kernel: Kernel) -> str:
     """The Python module that Inductor writes for a kernel."""
     mode = FakeTensorMode()
     operands = [_fake(mode, operand) for operand in kernel.operands]
-    with tracing(TracingContext(mode)), _settings(), _no_functions_compiled():
+    with tracing(TracingContext(mode)), _settings():
         try:
-            with mode:  # decompositions make constants: fake ones, please
-                traced = make_fx(_as_function(kernel), decomposition_table=_decompositions())(*operands)
-            (end,) = traced.graph.find_nodes(op="output")
-            end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
-            compiled = compile_fx_inner(traced, operands, is_inference=True)
+            with _no_functions_compiled():
+                with mode:  # decompositions make constants: fake ones, please
+                    traced = make_fx(_as_function(kernel), decomposition_table=_decompositions())(*operands)
+                (end,) = traced.graph.find_nodes(op="output")
+                end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
+                compiled = compile_fx_inner(traced, operands, is_inference=True)
         except Exception as error:  # whatever it is, the kernel's operators run one by one
             raise LoweringError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     return compiled.source_code  # type: ignore[attr-defined,no-any-return]
@@ -125,9 +138,13 @@ def _laid_out(output: torch.Tensor, layout: tuple[int, ...]) -> torch.Tensor:
     return dense.permute([order.index(position) for position in range(output.dim())])
 
 
+_patching = threading.RLock()
+"""Two threads that replace the same function could restore each other's replacement."""
+
+
 @contextmanager
 def _no_functions_compiled() -> Iterator[list[CppFunction]]:
-    """Collect C++ functions instead of compiling each by itself."""
+    """Collect C++ functions instead of compiling each by itself, and write modules to the private directory."""
     collected: list[CppFunction] = []
 
     def collect(_: Any, argument_types: Sequence[str], source: str) -> CppFunction:
@@ -135,7 +152,12 @@ def _no_functions_compiled() -> Iterator[list[CppFunction]]:
         collected.append(function)
         return function
 
-    with mock.patch.object(AsyncCompile, "cpp_pybinding", collect):
+    folder = str(private_directory())
+    with (
+        _patching,
+        mock.patch.object(AsyncCompile, "cpp_pybinding", collect),
+        mock.patch.object(inductor_codecache, "cache_dir", return_value=folder),
+    ):
         yield collected
 
 
@@ -212,26 +234,23 @@ def build_command(source: Path, module: str, header: Path) -> list[str]:
     """The compiler's command line for such a file; running it makes `module`.so beside it."""
     with _settings():
         options = CppTorchOptions(vec_isa=pick_vec_isa(), include_pytorch=False)
-        options.precompiled_header = _spaceless(header)
-        builder = CppBuilder(module, _spaceless(source), options, _spaceless(source.parent))
-        return _words(builder.get_command_line())
+        options.precompiled_header = "/encore-header"
+        builder = CppBuilder("encore-module", "/encore-source", options, "/")
+        target = source.with_name(f"{module}.so")
+        paths = {"/encore-header": header, "/encore-source": source, "/encore-module.so": target}
+        return _words(builder.get_command_line(), paths)
 
 
 def header_command(header: Path) -> list[str]:
     """The command line that compiles the header beside itself, as `.gch`."""
     with _settings():
         options = CppTorchOptions(vec_isa=pick_vec_isa(), include_pytorch=False, precompiling=True)
-        return _words(CppBuilder(_spaceless(header), _spaceless(header), options).get_command_line())
+        command = CppBuilder("/encore-header", "/encore-header", options).get_command_line()
+        compiled = {f"/encore-header{kind}": header.with_name(header.name + kind) for kind in (".gch", ".pch")}
+        return _words(command, {"/encore-header": header, **compiled})
 
 
-SPACE = "\ue000"
-"""Stands for a space in a path, which Inductor does not quote."""
-
-
-def _spaceless(path: Path) -> str:
-    return str(path).replace(" ", SPACE)
-
-
-def _words(command: str) -> list[str]:
-    """Without line numbers for debuggers, which take a tenth of the time."""
-    return [word.replace(SPACE, " ") for word in shlex.split(command) if word != "-g1"]
+def _words(command: str, paths: Mapping[str, Path]) -> list[str]:
+    """Without line numbers for debuggers, which take a tenth of the time. Inductor does not quote paths: it was given
+    plain words, which they replace here."""
+    return [str(paths.get(word, word)) for word in shlex.split(command) if word != "-g1"]

@@ -2,8 +2,10 @@
 
 PyTorch's vector headers take a compiler seconds, a kernel fractions of one: the headers are compiled once a machine,
 and kernels in batches, as many at a time as there are cores, while the next batch is being lowered. On disk lies one
-JSON file a kernel (Inductor's module text, where its functions are, what memory it wants aside) and one extension
-module a batch, in a folder named after everything a compiled kernel depends on.
+record a kernel (Inductor's module text, where its functions are, its workspace) and one extension module a batch, in a
+folder named after everything a compiled kernel depends on. A record has its own hash and the one of its extension
+(`cached_files.py`): what is damaged or not trusted is compiled again. An extension has its hash in its name, so that
+processes which compile the same batch at the same time do not replace each other's.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
-import json
 import os
+import re
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -28,9 +31,18 @@ from typing import Any
 
 import torch
 
+from encore.cached_files import (
+    CachedFileError,
+    is_intact,
+    read_record,
+    warn_unwritable,
+    write_cached,
+    write_record,
+)  # fmt: skip
 from encore.cost.cache import machine_key
-from encore.folders import cache_directory
+from encore.folders import cache_folder, private_directory
 from encore.lower import inductor_private
+from encore.lower.header import kernel_header
 from encore.lower.inductor_private import CppFunction, LoweringError
 from encore.lower.module_text import bytes_aside, returned_strides
 from encore.progress import progress
@@ -38,6 +50,8 @@ from encore.schedule.kernel import Kernel
 
 KERNELS_A_FILE, KERNELS_WORTH_A_FILE = 12, 5
 """At most, and at least where there are as many: a file takes the compiler 0.9 seconds and 0.1 more for each kernel."""
+EXTENSION, SHA256 = re.compile(r"encore_kernels_[0-9a-f]{16}"), re.compile(r"[0-9a-f]{64}")
+"""What a record may name: nothing that leads out of its folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +75,56 @@ class Compilation:
 
 
 @dataclass(frozen=True, slots=True)
+class _Extension:
+    """A compiled extension module."""
+
+    folder: Path
+    name: str
+    sha256: str
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.name}-{self.sha256[:16]}.so"
+
+
+@dataclass(frozen=True, slots=True)
 class _Record:
     """A kernel as it lies on disk."""
 
+    key: str
     source: str
     workspace: int
     extension: str
     """The extension module that holds its C++ functions; empty where it has none."""
+    extension_sha256: str
     functions: dict[str, str]
     """Their names in the kernel's own module -> in the extension."""
+
+    @classmethod
+    def parse(cls, found: Mapping[str, Any], key: str) -> _Record:
+        """Raises `CachedFileError` where a field is not what `write_record` was given."""
+        try:
+            record = cls(**found)
+        except TypeError as error:
+            raise CachedFileError(f"other fields than a kernel's ({error})") from error
+        if not record._is_sound() or record.key != key:
+            raise CachedFileError(f"not a record of the kernel {key}")
+        return record
+
+    def _is_sound(self) -> bool:
+        texts = (self.key, self.source, self.extension, self.extension_sha256)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(self.functions, dict):
+            return False
+        named = EXTENSION.fullmatch(self.extension) and SHA256.fullmatch(self.extension_sha256)
+        return (
+            type(self.workspace) is int
+            and self.workspace >= 0
+            and bool(named or not (self.extension or self.extension_sha256 or self.functions))
+            and all(isinstance(name, str) and name.isidentifier() for name in self.functions.values())
+        )
+
+    def extension_in(self, folder: Path) -> _Extension:
+        return _Extension(folder, self.extension, self.extension_sha256)
 
 
 class KernelStore:
@@ -102,20 +157,23 @@ class KernelStore:
         missing = inductor_private.missing_compiler() if any("cpu" in kernel.devices for kernel in kernels) else ""
         if missing:
             return {kernel.key: missing for kernel in kernels}
-        self.folder.mkdir(parents=True, exist_ok=True)
         refused: dict[str, str] = {}
         with (
             progress("encore: compiling kernels", len(kernels), lines=False) as advance,
             concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool,
         ):
-            header = pool.submit(self._build_header)
+            header = pool.submit(kernel_header)
             batches = [pool.submit(self._build, batch, header) for batch in self._lowered(kernels, refused, advance)]
             for batch in concurrent.futures.as_completed(batches):
                 records, failures = batch.result()
                 refused.update(failures)
-                for key, record in records.items():
-                    self._write(key, record)
-                    self._make_ready(key, record)
+                for key, (record, folder) in records.items():
+                    if folder == self.folder:
+                        self._write(record)
+                    try:
+                        self._make_ready(record, folder)
+                    except Exception as error:  # a file system from which nothing may be loaded, for one
+                        refused[key] = f"it cannot be loaded from {folder} ({error})"
         return refused
 
     def _lowered(
@@ -136,29 +194,16 @@ class KernelStore:
         if batch:
             yield batch
 
-    def _build_header(self) -> Path:
-        """The headers of all kernels, compiled if they have not been; without that, compiling takes longer."""
-        header = self.folder / "kernels.h"
-        if not header.with_name("kernels.h.gch").exists():
-            with tempfile.TemporaryDirectory(dir=self.folder) as aside:
-                source = Path(aside) / header.name
-                source.write_text(inductor_private.HEADER)
-                made = subprocess.run(inductor_private.header_command(source), capture_output=True, check=False)
-                source.replace(header)
-                if made.returncode == 0:
-                    source.with_name("kernels.h.gch").replace(header.with_name("kernels.h.gch"))
-        return header
-
     def _build(
         self, batch: Mapping[str, _Lowered], header: concurrent.futures.Future[Path]
-    ) -> tuple[dict[str, _Record], dict[str, str]]:
-        """Compile a batch; where that fails, each kernel by itself, to find the one to blame."""
+    ) -> tuple[dict[str, tuple[_Record, Path]], dict[str, str]]:
+        """Compile a batch: records, with the folders of their extensions, and failed kernels, with the reasons."""
         try:
             return self._build_together(batch, header.result()), {}
         except LoweringError as error:
             if len(batch) == 1:
                 return {}, dict.fromkeys(batch, str(error))
-        records: dict[str, _Record] = {}
+        records: dict[str, tuple[_Record, Path]] = {}
         failures: dict[str, str] = {}
         for key, lowered in batch.items():
             built, failed = self._build({key: lowered}, header)
@@ -166,7 +211,7 @@ class KernelStore:
             failures.update(failed)
         return records, failures
 
-    def _build_together(self, batch: Mapping[str, _Lowered], header: Path) -> dict[str, _Record]:
+    def _build_together(self, batch: Mapping[str, _Lowered], header: Path) -> dict[str, tuple[_Record, Path]]:
         functions: list[CppFunction] = []
         names: dict[str, dict[str, str]] = {}
         for key, lowered in batch.items():
@@ -174,52 +219,77 @@ class KernelStore:
                 unique = f"{function.name}_{len(functions)}"
                 names.setdefault(key, {})[function.name] = unique
                 functions.append(dataclasses.replace(function, name=unique))
-        extension = self._build_extension(functions, header) if functions else ""
-        return {
-            key: _Record(lowered.source, lowered.workspace, extension if key in names else "", names.get(key, {}))
-            for key, lowered in batch.items()
-        }
+        extension = self._build_extension(functions, header) if functions else None
+        records: dict[str, tuple[_Record, Path]] = {}
+        for key, lowered in batch.items():
+            if extension is None or key not in names:
+                records[key] = _Record(key, lowered.source, lowered.workspace, "", "", {}), self.folder
+                continue
+            name, sha256 = extension.name, extension.sha256
+            records[key] = (
+                _Record(key, lowered.source, lowered.workspace, name, sha256, names[key]),
+                extension.folder,
+            )
+        return records
 
-    def _build_extension(self, functions: Sequence[CppFunction], header: Path) -> str:
-        """Compile functions into one extension module of the folder; returns its name."""
+    def _build_extension(self, functions: Sequence[CppFunction], header: Path) -> _Extension:
+        """Compile functions into one extension module of the folder, or of a private one where that takes no file."""
         text = inductor_private.extension_source("MODULE", functions)
         name = f"encore_kernels_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        with tempfile.TemporaryDirectory(dir=self.folder) as aside:
-            source = Path(aside) / f"{name}.cpp"
+        try:
+            private = Path(tempfile.mkdtemp(dir=private_directory()))
+            source = private / f"{name}.cpp"
             source.write_text(inductor_private.extension_source(name, functions))
             command = inductor_private.build_command(source, name, header)
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
             if done.returncode:
                 said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
                 raise LoweringError(f"the C++ compiler refused it: {said}")
-            (Path(aside) / f"{name}.so").replace(self.folder / f"{name}.so")
-        return name
+            made = source.with_suffix(".so")
+            library = made.read_bytes()
+            built = _Extension(private, name, hashlib.sha256(library).hexdigest())
+            made.rename(built.path)
+        except OSError as error:
+            raise LoweringError(f"it cannot be compiled: {error}") from error
+        kept = dataclasses.replace(built, folder=self.folder)
+        try:
+            if not is_intact(kept.path, kept.sha256):
+                write_cached(kept.path, library)
+        except OSError as error:
+            warn_unwritable(self.folder, error)
+            return built
+        shutil.rmtree(private, ignore_errors=True)
+        return kept
 
     # -- disk --------------------------------------------------------------------------------------------------------
 
-    def _write(self, key: str, record: _Record) -> None:
-        with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False) as file:
-            json.dump(dataclasses.asdict(record), file)
-        Path(file.name).replace(self.folder / f"{key}.json")
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+    def _write(self, record: _Record) -> None:
+        try:
+            write_record(self._path(record.key), dataclasses.asdict(record))
+        except OSError as error:
+            warn_unwritable(self.folder, error)
 
     def _load(self, key: str) -> bool:
         """Make a kernel ready from disk; a record that is damaged or has lost its extension is as good as none."""
         try:
-            record = _Record(**json.loads((self.folder / f"{key}.json").read_text()))
-            self._make_ready(key, record)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError):
+            record = _Record.parse(read_record(self._path(key)), key)
+            self._make_ready(record, self.folder)
+        except Exception:  # it holds code: whatever that does, it is compiled again
             return False
         return True
 
-    def _make_ready(self, key: str, record: _Record) -> None:
+    def _make_ready(self, record: _Record, folder: Path) -> None:
         call, scope, functions = inductor_private.execute(record.source)
         if functions:
-            extension = _load_extension(self.folder / f"{record.extension}.so")
+            extension = _load_extension(record.extension_in(folder))
             compiled = {function.name: getattr(extension, record.functions[function.name]) for function in functions}
             for name, thing in scope.items():
                 if isinstance(thing, CppFunction):
                     scope[name] = compiled[thing.name]
-        self._ready[key] = CompiledKernel(call, record.workspace)
+        self._ready[record.key] = CompiledKernel(call, record.workspace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,13 +310,16 @@ def _lower(kernel: Kernel) -> _Lowered:
 
 
 @functools.cache
-def _load_extension(path: Path) -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader(path.stem, str(path))
-    spec = importlib.util.spec_from_loader(path.stem, loader)
+def _load_extension(extension: _Extension) -> ModuleType:
+    """Load an extension module whose hash is right: the system would map one that was cut off, and crash later."""
+    if not is_intact(extension.path, extension.sha256):
+        raise CachedFileError(f"{extension.path} is missing, damaged or not trusted")
+    loader = importlib.machinery.ExtensionFileLoader(extension.name, str(extension.path))
+    spec = importlib.util.spec_from_loader(extension.name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    ctypes.CDLL(str(path)).set_address_of(ctypes.c_void_p(inductor_private.tensor_address_function()))
+    ctypes.CDLL(str(extension.path)).set_address_of(ctypes.c_void_p(inductor_private.tensor_address_function()))
     return module
 
 
@@ -258,7 +331,7 @@ def _open_store(folder: Path) -> KernelStore:
 def kernel_store() -> KernelStore:
     """The store of this machine, torch version and number of threads."""
     facts = f"{machine_key()}-{_fingerprint()}-{torch.get_num_threads()}"
-    return _open_store(cache_directory() / f"kernels-{facts}")
+    return _open_store(cache_folder(f"kernels-{facts}"))
 
 
 @functools.cache
