@@ -89,6 +89,33 @@ def shrink_a_storage(graph: Graph) -> None:
     graph.storages[value.storage].bytes -= 1
 
 
+def leave_a_view_behind(graph: Graph) -> None:
+    """As a rewrite would that lets a view read a copy and forgets the view's storage."""
+    view, other = op(graph, "t"), named(graph, "relu")
+    seen = view.writes[0]
+    assert seen is not None
+    value = graph.values[seen]
+    assert value.storage is not None
+    assert other.storage is not None
+    graph.storages[value.storage].values.remove(seen)
+    copy = dataclasses.replace(graph.storages[value.storage], id=len(graph.storages), values=[seen])
+    graph.storages.append(copy)
+    value.storage = copy.id
+
+
+def look_beyond_the_end(graph: Graph) -> None:
+    named(graph, "t").offset = 1
+
+
+def compute_in_place(graph: Graph) -> None:
+    operand, result = named(graph, "addmm"), named(graph, "relu")
+    assert operand.storage is not None
+    assert result.storage is not None
+    graph.storages[result.storage].values.remove(result.id)
+    graph.storages[operand.storage].values.append(result.id)
+    result.storage = operand.storage
+
+
 def wait_for_a_tangent(graph: Graph) -> None:
     op(graph, "expand").forward = True
 
@@ -117,6 +144,9 @@ def compute_an_output_in_backward(graph: Graph) -> None:
         (claim_a_foreign_value, r"storage 0 claims a foreign value \d+"),
         (leave_a_storage, r"relu is missing in its storage"),
         (shrink_a_storage, r"relu is larger than its storage"),
+        (leave_a_view_behind, r"t is a view and not in the storage of its operand"),
+        (look_beyond_the_end, r"t reaches beyond the end of its storage"),
+        (compute_in_place, r"relu computes relu into the storage of an operand"),
         (wait_for_a_tangent, r"forward operator expand waits for a tangent"),
         (read_a_backward_value, r"forward operator t_7 reads a backward value"),
         (compute_an_output_in_backward, r"output \d+ is computed in backward"),
@@ -153,3 +183,20 @@ class Windows(torch.nn.Module):
 
 def test_overlapping_windows_are_legal() -> None:
     verify_graph(captured_graph(Windows(), torch.randn(3, 6, 8)))
+
+
+class Places(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).as_strided((2, 3), (4, 1), 5).exp()
+
+
+def test_as_strided_is_where_its_arguments_say() -> None:
+    graph = copy.deepcopy(captured_graph(Places(), torch.randn(3, 8)))
+    verify_graph(graph)
+    named(graph, "as_strided").offset = 4
+    with pytest.raises(IllegalGraphError, match="as_strided is 4 elements into its storage and reads 5 into it"):
+        verify_graph(graph)

@@ -281,6 +281,7 @@ class GraphCompilation:
             self.session.workspaces.save()
             self.session.seconds.save()
         plan = dataclasses.replace(fused.plan, schedule=self._in_saving_order(joint, fused.plan.schedule))
+        verify_graph(plan.schedule.graph)
         self._lap("compile")
         # An estimate compiles no kernels: what runs there, on tensors without memory, are the operators.
         runs = plan.schedule if self.session.workspaces.run else self._in_saving_order(joint, kept.schedule)
@@ -334,7 +335,6 @@ class GraphCompilation:
         self.rewrites = (*(["recurrent"] if self.lifted else []), *rewritten.applied)
         if not rewritten.applied:
             return unplanned
-        verify_graph(rewritten.graph)
         return keep(rewritten.graph)
 
     def _planner(self, kept: Plan, reference: Planner | None = None) -> Planner:

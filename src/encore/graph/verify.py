@@ -1,14 +1,28 @@
-"""What a legal graph is. Runs between passes in tests, and once per capture.
+"""What a legal graph is. Runs on every captured graph, after every rewrite, and on the graph that is lowered.
 
 1. Ids are positions. 2. Operators read only what exists before them. 3. Every value is written once, or comes from
-outside. 4. `reads`, `readers` and the arguments agree. 5. A storage knows its values and is at least as large as
-they are. 6. Forward never waits for a tangent. 7. Outputs are computed in forward, gradients exist.
+outside. 4. `reads`, `readers` and the arguments agree. 5. A storage knows its values, and each lies inside it.
+6. Forward never waits for a tangent. 7. Outputs are computed in forward, gradients exist. 8. A view is in the storage
+of the operand it is a view of, and `as_strided` at the place that its arguments name. 9. An operator that computes a
+new tensor does not put it into the storage of an operand.
+
+It takes 6 to 8 microseconds an operator; planning takes milliseconds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
 from encore.errors import IllegalGraphError
-from encore.graph.values import Graph, Role, refs, span_bytes
+from encore.graph.ops import OpClass
+from encore.graph.values import Graph, Op, Role, Storage, Value, refs, span_bytes
+
+COMPUTES = frozenset({OpClass.CHEAP, OpClass.HEAVY})
+STORAGE_OFFSET = 3
+"""Where `as_strided` takes it."""
 
 
 def verify_graph(graph: Graph) -> None:
@@ -16,55 +30,105 @@ def verify_graph(graph: Graph) -> None:
     _verify_numbering(graph)
     _verify_definitions(graph)
     _verify_storages(graph)
+    _verify_views(graph)
     _verify_phases(graph)
 
 
-def _demand(holds: bool, rule: str) -> None:
-    if not holds:
-        raise IllegalGraphError(f"illegal graph: {rule}")
+def _reject(rule: str) -> NoReturn:
+    raise IllegalGraphError(f"illegal graph: {rule}")
 
 
 def _verify_numbering(graph: Graph) -> None:
-    numbered: dict[str, list[int]] = {
-        "value": [value.id for value in graph.values],
-        "storage": [storage.id for storage in graph.storages],
-        "op": [op.id for op in graph.ops],
+    numbered: dict[str, Sequence[Value | Storage | Op]] = {
+        "value": graph.values,
+        "storage": graph.storages,
+        "op": graph.ops,
     }
-    for kind, ids in numbered.items():
-        for position, number in enumerate(ids):
-            _demand(number == position, f"{kind} {number} stands at position {position}")
+    for kind, ones in numbered.items():
+        for position, one in enumerate(ones):
+            if one.id != position:
+                _reject(f"{kind} {one.id} stands at position {position}")
 
 
 def _verify_definitions(graph: Graph) -> None:
-    defined = {value.id for value in graph.values if value.role is not None}
+    defined = set()
+    readers = [set(value.readers) for value in graph.values]
     for value in graph.values:
-        _demand(value.role is None or value.producer is None, f"{value.name} comes from outside and is written too")
+        if value.role is not None:
+            defined.add(value.id)
+            if value.producer is not None:
+                _reject(f"{value.name} comes from outside and is written too")
     for op in graph.ops:
         for read in op.reads:
-            _demand(read in defined, f"{op.name} reads {graph.values[read].name} before it is written")
-            _demand(op.id in graph.values[read].readers, f"{op.name} is missing among the readers of value {read}")
-        _demand(set(refs((op.args, op.kwargs))) == set(op.reads), f"{op.name} reads other values than its arguments")
+            if read not in defined:
+                _reject(f"{op.name} reads {graph.values[read].name} before it is written")
+            if op.id not in readers[read]:
+                _reject(f"{op.name} is missing among the readers of value {read}")
+        if set(refs((op.args, op.kwargs))) != set(op.reads):
+            _reject(f"{op.name} reads other values than its arguments")
         for written in op.writes:
             if written is None:
                 continue
-            _demand(written not in defined, f"{graph.values[written].name} is written twice")
-            _demand(graph.values[written].producer == op.id, f"{op.name} writes a value of another operator")
+            if written in defined:
+                _reject(f"{graph.values[written].name} is written twice")
+            if graph.values[written].producer != op.id:
+                _reject(f"{op.name} writes a value of another operator")
             defined.add(written)
     for leaving in (*graph.outputs, *graph.gradients):
-        _demand(leaving is None or leaving in defined, f"value {leaving} leaves the graph but was never written")
+        if leaving is not None and leaving not in defined:
+            _reject(f"value {leaving} leaves the graph but was never written")
 
 
 def _verify_storages(graph: Graph) -> None:
+    members = [set(storage.values) for storage in graph.storages]
+    brought = {graph.values[value].storage for value in graph.tangents}
+    """Backward is given these; where in its memory a gradient begins is the caller's business."""
     for storage in graph.storages:
         for claimed in storage.values:
-            _demand(
-                graph.values[claimed].storage == storage.id, f"storage {storage.id} claims a foreign value {claimed}"
-            )
+            if graph.values[claimed].storage != storage.id:
+                _reject(f"storage {storage.id} claims a foreign value {claimed}")
     for value in graph.values:
-        if value.storage is not None:
-            storage = graph.storages[value.storage]
-            _demand(value.id in storage.values, f"{value.name} is missing in its storage")
-            _demand(span_bytes(value) <= storage.bytes, f"{value.name} is larger than its storage")
+        if value.storage is None:
+            continue
+        storage = graph.storages[value.storage]
+        if value.id not in members[storage.id]:
+            _reject(f"{value.name} is missing in its storage")
+        span = span_bytes(value)
+        if span > storage.bytes:
+            _reject(f"{value.name} is larger than its storage")
+        if storage.id in brought or not span or value.dtype is None:
+            continue
+        if value.offset * value.dtype.itemsize + span > storage.bytes:
+            _reject(f"{value.name} reaches beyond the end of its storage")
+
+
+def _verify_views(graph: Graph) -> None:
+    for op in graph.ops:
+        if op.kind is OpClass.VIEW:
+            _verify_view(graph, op)
+        elif op.kind in COMPUTES:
+            read = {graph.values[value].storage for value in op.reads}
+            for written in op.writes:
+                if written is not None and (storage := graph.values[written].storage) is not None and storage in read:
+                    _reject(f"{op.name} computes {graph.values[written].name} into the storage of an operand")
+
+
+def _verify_view(graph: Graph, op: Op) -> None:
+    operands = [value for value in (graph.values[read] for read in op.reads) if value.storage is not None]
+    if not operands:
+        return  # parts of a sparse tensor, which has no storage, or of a container
+    storages = {value.storage for value in operands}
+    for written in op.writes:
+        value = None if written is None else graph.values[written]
+        if value is None or value.storage is None:
+            continue
+        if value.storage not in storages:
+            _reject(f"{value.name} is a view and not in the storage of its operand")
+        if op.target is torch.ops.aten.as_strided.default:
+            asked = op.args[STORAGE_OFFSET] if len(op.args) > STORAGE_OFFSET else op.kwargs.get("storage_offset")
+            offset = operands[0].offset if asked is None else asked
+            if value.offset != offset:
+                _reject(f"{value.name} is {value.offset} elements into its storage and reads {offset} into it")
 
 
 def _verify_phases(graph: Graph) -> None:
@@ -73,9 +137,12 @@ def _verify_phases(graph: Graph) -> None:
         if not op.forward:
             continue
         for value in op.reads:
+            if value in tangents:
+                _reject(f"forward operator {op.name} waits for a tangent")
             producer = graph.producer(value)
-            _demand(value not in tangents, f"forward operator {op.name} waits for a tangent")
-            _demand(producer is None or producer.forward, f"forward operator {op.name} reads a backward value")
+            if producer is not None and not producer.forward:
+                _reject(f"forward operator {op.name} reads a backward value")
     for output in graph.outputs:
         producer = None if output is None else graph.producer(output)
-        _demand(producer is None or producer.forward, f"output {output} is computed in backward")
+        if producer is not None and not producer.forward:
+            _reject(f"output {output} is computed in backward")

@@ -5,7 +5,8 @@ without being reordered; one stored with channels first (NCHW) does not. Every t
 input with channels last: that costs a copy at the first of them, while the others find theirs so already, since
 normalisations, activations and additions keep a layout. How layouts spread is found out by running the graph on
 tensors without memory. What leaves the graph, and a view that asks for channels first, get a copy in the old layout; so
-does a draw, which would fill another layout in another order.
+does a draw, which would fill another layout in another order, `as_strided`, which names places in memory, and an
+operator of which nothing is known. A view of a copy is in the copy's storage, and so are its own views.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from encore.graph import Graph, Op, OpClass, Value
+from encore.graph.ops import SIDE_EFFECTS
 from encore.graph.sized_ops import SIZE, SIZED, STRIDE
 from encore.graph.values import Ref, is_contiguous, map_refs
 from encore.rewrite.edit import Editor
@@ -25,6 +27,8 @@ from encore.rewrite.matmuls import device_of
 aten = torch.ops.aten
 MAPS = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}
 """Where convolutions take feature maps."""
+NAMES_PLACES = frozenset({aten.as_strided.default, aten.as_strided_scatter.default, aten._reshape_alias.default})
+"""Operators that find elements by where they are in memory: in another layout they would find others."""
 
 
 def channels_last(graph: Graph, judge: Judge) -> Graph:
@@ -89,6 +93,21 @@ class _Spreading:
                     raise _StandsAgainstError
                 value.stride = tuple(result.stride())
             value.offset = int(result.storage_offset())
+            if op.kind is OpClass.VIEW:
+                self._file(op, number)
+
+    def _file(self, op: Op, number: int) -> None:
+        """A view is in the storage of the operand whose memory it looks at."""
+        if self.graph.values[number].storage is None:
+            return
+        memory = self.fake[number].untyped_storage()._cdata
+        for operand in op.reads:
+            storage = self.graph.values[operand].storage
+            if storage is not None and self.fake[operand].untyped_storage()._cdata == memory:
+                self.editor.file_under(number, storage)
+                return
+        if any(self.graph.values[operand].storage is not None for operand in op.reads):
+            raise _StandsAgainstError
 
     def _call(self, op: Op) -> list[Any]:
         def run() -> list[Any]:
@@ -97,7 +116,7 @@ class _Spreading:
                 made = op.target(*args, **kwargs)
             return list(made) if op.returns_tuple else [made]
 
-        if op.kind is OpClass.RANDOM:
+        if op.kind in SIDE_EFFECTS or op.target in NAMES_PLACES:
             self._as_before(op)
         try:
             return run()
@@ -115,7 +134,7 @@ class _Spreading:
         """Let an operator see operands laid out as they were."""
         for value in op.reads:
             if self._changed(value):
-                if not is_contiguous(self.editor.original.values[value]):
+                if op.kind is OpClass.MUTATING or not is_contiguous(self.editor.original.values[value]):
                     raise _StandsAgainstError
                 self._lay_out(op, value, torch.contiguous_format)
 

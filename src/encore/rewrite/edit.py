@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from encore.graph import Graph, Op, Storage, Value
+from encore.errors import IllegalGraphError
+from encore.graph import Graph, Op, OpClass, Storage, Value
 from encore.graph.ops import SIDE_EFFECTS, classify
 from encore.graph.values import Ref, block_bytes, contiguous_strides, map_refs, refs
 
@@ -138,12 +139,21 @@ class Editor:
         self.move_into(value, made, 0)
         self.adopt(view, value)
 
+    def file_under(self, value: int, storage: int) -> None:
+        """Record that a value is in another storage than it was until now."""
+        was = self.graph.values[value].storage
+        if was != storage:
+            if was is not None:
+                self.graph.storages[was].values.remove(value)
+            self.graph.storages[storage].values.append(value)
+            self.graph.values[value].storage = storage
+
     def remove(self, op: Op) -> None:
         self._removed.add(op.id)
         self.changed = True
 
     def read_instead(self, op: Op, old: int, new: int) -> None:
-        """Have an operator read another value in place of one."""
+        """Have an operator read another value in place of one. A view moves with what it reads: see `finish`."""
         op = self.graph.ops[op.id]
         op.args = map_refs(op.args, lambda value: Ref(new if value == old else value))
         op.kwargs = map_refs(op.kwargs, lambda value: Ref(new if value == old else value))
@@ -171,6 +181,7 @@ class Editor:
         kept = [op for op in graph.ops if op.id not in self._removed]
         self._settle_orphans(kept)
         graph.ops[:] = self._ordered(self._alive(kept))
+        self._move_views()
         numbers = {op.id: number for number, op in enumerate(graph.ops)}
         for value in graph.values:
             value.readers = []
@@ -180,6 +191,34 @@ class Editor:
             for read in op.reads:
                 graph.values[read].readers.append(number)
         return graph
+
+    # -- views ---------------------------------------------------------------------------------------------------------
+
+    def _move_views(self) -> None:
+        """A view whose operand is another value now, or has moved, is in the storage of that operand, and so are the
+        views of it: in order, each finds its operand settled."""
+        for op in self.graph.ops:
+            if op.kind is not OpClass.VIEW or len(op.reads) != 1:
+                continue
+            base = self.graph.values[op.reads[0]]
+            if base.storage is None:
+                continue
+            if any(made is not None and self.graph.values[made].storage != base.storage for made in op.writes):
+                self._move_view(op, base)
+
+    def _move_view(self, op: Op, base: Value) -> None:
+        assert base.storage is not None
+        for number, seen in zip(op.writes, windows(op, base, self.graph.storages[base.storage].bytes), strict=True):
+            if number is None:
+                continue
+            value = self.graph.values[number]
+            if tuple(seen.shape) != value.shape or tuple(seen.stride()) != value.stride or seen.dtype != value.dtype:
+                raise IllegalGraphError(
+                    f"illegal graph: a rewrite lays out {value.name} with strides {tuple(seen.stride())}, and its "
+                    f"readers were planned for {value.stride}"
+                )
+            self.file_under(number, base.storage)
+            value.offset = int(seen.storage_offset())
 
     # -- order -------------------------------------------------------------------------------------------------------
 
@@ -249,6 +288,16 @@ class Editor:
         self.graph.storages[storage].values.append(value.id)
         op.writes = (*op.writes, value.id)
         return value.id
+
+
+def windows(op: Op, base: Value, storage_bytes: int) -> list[torch.Tensor]:
+    """What a view operator makes of a tensor like `base`: tensors that have shapes, strides and offsets, no memory."""
+    assert base.dtype is not None
+    storage = torch.empty(storage_bytes // base.dtype.itemsize, dtype=base.dtype, device="meta")
+    seen = storage.as_strided(base.shape, base.stride, base.offset)
+    args, kwargs = map_refs((op.args, op.kwargs), lambda _: seen)
+    made = op.target(*args, **kwargs)
+    return list(made) if op.returns_tuple else [made]
 
 
 def view_strides(value: Value, shape: Sequence[int]) -> tuple[int, ...] | None:

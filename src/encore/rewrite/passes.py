@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from encore.graph import Graph
+from encore.errors import IllegalGraphError
+from encore.graph import Graph, verify_graph
 from encore.rewrite.block_attention import block_attention
 from encore.rewrite.channels_last import channels_last
 from encore.rewrite.fold_additions import fold_additions
@@ -93,15 +94,28 @@ def rewrite(
     graph: Graph, judge: Judge, *, peak: Callable[[Graph], int], skip: Collection[str] = (), limit: int
 ) -> Rewritten:
     """Run the passes, or, where the very bits are asked for, those that change none. `peak` simulates a graph; what
-    would lift it above `limit` bytes does not stay; nor does another order that lifts it at all."""
+    would lift it above `limit` bytes does not stay; nor does another order that lifts it at all. What a pass made is
+    verified before anything else looks at it."""
     applied = []
     for name, attempts in PASSES.items():
         if name in skip or (judge.exact and name not in EXACT):
             continue
         for attempt in attempts(graph, judge):
-            if attempt is not graph and peak(attempt) <= (peak(graph) if name in ORDERS else limit):
+            if attempt is graph:
+                continue
+            _verify(name, attempt)
+            if peak(attempt) <= (peak(graph) if name in ORDERS else limit):
                 graph = attempt
                 applied.append(name)
                 break
     judge.cache.save()
     return Rewritten(graph, tuple(applied))
+
+
+def _verify(name: str, graph: Graph) -> None:
+    try:
+        verify_graph(graph)
+    except IllegalGraphError as error:
+        raise IllegalGraphError(
+            f"{error}, after the pass {name}: a bug in Encore, please report it; skip=({name!r},) leaves the pass out"
+        ) from None
