@@ -297,7 +297,7 @@ def test_a_budget_out_of_reach_leaves_with_2(capsys: pytest.CaptureFixture[str])
         (
             ["targets_of_test_cli:on_meta", "--budget", "lots"],
             "budget='lots' cannot be read; give a positive number of bytes, '2GiB', '500MB', '60%' "
-            "(of the unplanned peak) or 'min'",
+            "(of the largest unplanned step) or 'min'",
         ),
     ],
 )

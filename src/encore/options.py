@@ -33,12 +33,13 @@ UNITS = {
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
-ACCEPTED_BUDGETS = "a positive number of bytes, '2GiB', '500MB', '60%' (of the unplanned peak) or 'min'"
+ACCEPTED_BUDGETS = "a positive number of bytes, '2GiB', '500MB', '60%' (of the largest unplanned step) or 'min'"
 
 
 @dataclass(frozen=True)
 class Budget:
-    """An upper bound on `resident + step_peak`: absolute, a share of the unplanned peak, or the lowest reachable."""
+    """An upper bound on `resident + step_peak`: absolute, a share of the unplanned peak, or the lowest reachable. A
+    share with bytes is one of a step that is known."""
 
     bytes: int | None = None
     share: float | None = None
@@ -55,10 +56,14 @@ class Budget:
         assert self.share is not None, "the floor is not known before the plans are"
         return math.floor(self.share * unplanned)
 
+    def of_step(self, unplanned: int) -> Budget:
+        """The same budget, in bytes if it is a share, for a step that takes `unplanned` bytes as it is."""
+        return self if self.share is None else dataclasses.replace(self, bytes=math.floor(self.share * unplanned))
+
     def __str__(self) -> str:
-        if self.bytes is not None:
-            return f"{self.bytes} bytes"
-        return "min" if self.share is None else f"{self.share:.4g} of the unplanned peak"
+        if self.share is not None:
+            return f"{self.share:.4g} of the largest unplanned step"
+        return "min" if self.bytes is None else f"{self.bytes} bytes"
 
 
 def parse_budget(budget: int | float | str | Budget) -> Budget:

@@ -122,7 +122,7 @@ def test_what_a_page_leaves_out_is_counted() -> None:
     [
         ("min", None, "the lowest reachable peak"),
         ("1GiB", 1 << 30, "the fastest step within 1.00 GiB"),
-        ("80%", ..., "the fastest step within 80 % of the unplanned peak"),
+        ("80%", ..., "the fastest step within 80 % of the largest unplanned step"),
     ],
 )
 def test_budgets_are_told(estimate: encore.Estimate, wanted: str, budget: Any, asked: str) -> None:

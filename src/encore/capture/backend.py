@@ -30,7 +30,7 @@ from encore.capture.variants import GraphRunner, Used, Variant
 from encore.capture.watch import watches
 from encore.codecs import CODECS, Densities, Share
 from encore.cost import LinkLessons, densities, may_be_narrow, may_be_sparse, time_kernels
-from encore.errors import EncoreError, IllegalGraphError, PlanError
+from encore.errors import BudgetError, EncoreError, IllegalGraphError, PlanError
 from encore.graph import Graph, Primal, UnsupportedGraphError, build_graph, verify_graph
 from encore.lower import FusedPlan, fuse_plan, kernel_store, kernels_of, lower
 from encore.options import make_options
@@ -45,6 +45,7 @@ from encore.plan import (
     keep_everything,
     keeps_budget,
     menu,
+    stack_plans,
     step_seconds,
     will_do,
     worth_having,
@@ -147,8 +148,8 @@ class GraphCompilation:
         self.returned: list[bool] = []
         self.ended = ("", "")
         """Why the graph ended before the model did, and where."""
-        self.earlier: list[Plan] = []
-        """The plans of the step up to this graph."""
+        self.before: list[CapturedGraph] = []
+        """The graphs of the step up to this one."""
         self.started = time.perf_counter()
         since = session.waiting_since
         self.seconds: dict[str, float] = {} if since is None else {"dynamo": self.started - since}
@@ -203,7 +204,7 @@ class GraphCompilation:
             return torch_private.plain_partition(joint, num_outputs)
         self.primals = torch_private.given(joint, self.inputs)
         self.number = len(self.session.graphs)
-        self.earlier = self.session.plans_of_step_so_far()
+        self.before = self.session.graphs_of_step_so_far()
         packing = functools.partial(told_of_packing, self.session.between)
         self.ended = torch_private.break_reason(self.module, packing) or ("", "")
         tangents = Tangents(joint, num_outputs)
@@ -232,7 +233,7 @@ class GraphCompilation:
             expected = tangents.everything if planned is None else tangents.numbers(planned)
         else:
             reason, _ = self.ended
-            seen = self.session.gradients_seen.get((len(self.earlier), tangents.kinds))
+            seen = self.session.gradients_seen.get((len(self.before), tangents.kinds))
             expected = seen or (tangents.everything if reason else tangents.losses())
         try:
             tangents.only(expected)
@@ -249,8 +250,8 @@ class GraphCompilation:
         self.started, self.seconds = time.perf_counter(), {}
         self.options = dataclasses.replace(session.options, plan=None)  # a plan that was given is for the first set
         self.primals = primals
-        before = self.runner.current.captured
-        self.earlier = session.plans_before(before) if in_backward else session.plans_of_step_so_far()
+        mine = self.runner.current.captured
+        self.before = session.graphs_before(mine) if in_backward else session.graphs_of_step_so_far()
         try:
             with torch_private.compile_settings(), _collector_paused():
                 try:
@@ -263,7 +264,7 @@ class GraphCompilation:
                 self._lap("facts")
                 variant = self._plan(joint, graph, used)
         finally:
-            self.primals, self.earlier = [], []
+            self.primals, self.before = [], []
         session.graphs[self.number] = variant.captured
         return variant
 
@@ -274,10 +275,7 @@ class GraphCompilation:
         with torch_private.real_tensors():
             with _collector_paused():
                 unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
-                kept = self._rewritten(unplanned)
-                planner = self._planner(kept)
-                offers = self._offers(unplanned, planner, torch_private.checkpointed(joint))
-            fused = self._pick(unplanned, planner, offers)
+            kept, offers, fused = self._within_budget(unplanned, torch_private.checkpointed(joint))
             self.session.workspaces.save()
             self.session.seconds.save()
         plan = dataclasses.replace(fused.plan, schedule=self._in_saving_order(joint, fused.plan.schedule))
@@ -293,6 +291,7 @@ class GraphCompilation:
             name=self.name,
             unplanned=unplanned,
             plan=plan,
+            limit=self.options.budget.bytes if self.options.budget is not None else None,
             break_reason=reason,
             break_line=line,
             seconds=self.seconds,
@@ -306,6 +305,39 @@ class GraphCompilation:
         )
         self._tell(captured)
         return Variant(used, captured, lowered)
+
+    def _within_budget(self, unplanned: Plan, by_hand: Collection[str]) -> tuple[Plan, list[Offer], FusedPlan]:
+        """Everything kept, the plans to pick from, and the one that was picked.
+
+        A budget in percent is one of the largest unplanned step so far, in bytes. If other graphs follow in the step,
+        this one is first planned within the share of the step at hand, to leave them what they had in larger steps.
+        """
+        options, (reason, _), place = self.options, self.ended, 1 + len(self.before)
+        own = stack_plans([*(graph.unplanned for graph in self.before), unplanned]).total + options.resident
+        largest = max(own, self.session.largest_step(place))
+        for base in sorted({own, largest}) if reason else [largest]:
+            if options.budget is not None:
+                self.options = dataclasses.replace(options, budget=options.budget.of_step(base))
+            try:
+                found = self._planned(unplanned, by_hand)
+                break
+            except BudgetError:
+                if base == largest:
+                    raise
+        self.session.note_step(place, own)
+        return found
+
+    def _planned(self, unplanned: Plan, by_hand: Collection[str]) -> tuple[Plan, list[Offer], FusedPlan]:
+        with _collector_paused():
+            kept = self._rewritten(unplanned)
+            planner = self._planner(kept)
+            offers = self._offers(unplanned, planner, by_hand)
+        return kept, offers, self._pick(unplanned, planner, offers)
+
+    @property
+    def earlier(self) -> list[Plan]:
+        """The plans of the step up to this graph."""
+        return [graph.plan for graph in self.before]
 
     def _rewritten(self, unplanned: Plan) -> Plan:
         """Everything kept, with less to keep, and with the matrix products as the fused lowering wants them. The eager
@@ -453,7 +485,7 @@ class GraphCompilation:
         if not torch_private.has_ranks():
             return offer
         mine = GraphPlan.of(captured, offer.separate)
-        question = f"encore plan {mine.fingerprint} {dataclasses.replace(self.options, plan=None)}"
+        question = f"encore plan {mine.fingerprint} {dataclasses.replace(self.session.options, plan=None)}"
         told = torch_private.told_first(question, mine.to_json())
         agreed = GraphPlan.from_json(told)
         return offer if agreed == mine else self._given(captured, planner, agreed)

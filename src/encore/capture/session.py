@@ -32,6 +32,8 @@ class CapturedGraph:
     name: str
     unplanned: Plan
     plan: Plan
+    limit: int | None = None
+    """The budget in bytes that the plan was chosen for."""
     break_reason: str = ""
     """Why the graph ended before the model did; empty for the last one."""
     break_line: str = ""
@@ -114,6 +116,8 @@ class Session:
         self.born = next(_births)
         self.last_step_number = -1
         self._step: list[CapturedGraph] = []
+        self._largest_steps: dict[int, int] = {}
+        """By number of graphs: the bytes that so many graphs of a step take unplanned, at most."""
         self._lock = threading.Lock()
         sessions.add(self)
 
@@ -167,10 +171,30 @@ class Session:
         """The plans that the running step has been through when its next graph is planned."""
         return [graph.plan for graph in self._step]
 
-    def plans_before(self, graph: CapturedGraph) -> list[Plan]:
-        """The plans of the latest step up to this graph."""
+    def graphs_of_step_so_far(self) -> list[CapturedGraph]:
+        """The graphs that the running step has been through when its next graph is planned."""
+        return list(self._step)
+
+    def graphs_before(self, graph: CapturedGraph) -> list[CapturedGraph]:
+        """The graphs of the latest step up to this graph."""
         names = [other.name for other in self._step]
-        return [other.plan for other in self._step[: names.index(graph.name) if graph.name in names else 0]]
+        return self._step[: names.index(graph.name) if graph.name in names else 0]
+
+    def largest_step(self, graphs: int) -> int:
+        """The largest number of bytes that the first `graphs` graphs of a planned step would have taken unplanned."""
+        return max((session._largest_steps.get(graphs, 0) for session in self._of_this_model()), default=0)
+
+    def note_step(self, graphs: int, unplanned: int) -> None:
+        """Note the bytes that the first `graphs` graphs of a step take unplanned, now that they are planned."""
+        self._largest_steps[graphs] = max(unplanned, self._largest_steps.get(graphs, 0))
+
+    def _of_this_model(self) -> list[Session]:
+        """This session; through `torch.compile`, those of all shapes: graphs with the same parameters and options."""
+        if not self.one_graph:
+            return [self]
+        parameters = {id(reference()) for reference in self.tensors} - {id(None)}
+        alike = (session for session in sessions if session.one_graph and session.options == self.options)
+        return [session for session in alike if session.owns_any(parameters)]
 
     @contextlib.contextmanager
     def learning_nothing(self) -> Iterator[None]:

@@ -177,7 +177,7 @@ class Report:
         return cls(
             name=name,
             resident=resident,
-            budget=_limit(graphs, options, resident),
+            budget=graphs[-1].limit,
             asked=_asked(options),
             unplanned=_predict([graph.unplanned for graph in graphs], options.resident),
             planned=planned,
@@ -294,11 +294,16 @@ class Estimate:
 
     def plan(self, budget: int | float | str | Budget) -> Report:
         """The report of the plan this budget would get; raises `BudgetError` where there is none."""
-        options = dataclasses.replace(self.options, budget=parse_budget(budget), overhead=None)
-        picked = zip(self.captured, self._pick(options), strict=True)
+        wanted = parse_budget(budget)
+        options = dataclasses.replace(self.options, budget=wanted, overhead=None)
         planned = [
-            dataclasses.replace(graph, plan=plan, choices=tuple(offer.told for offer in worth_having(graph.offers)))
-            for graph, plan in picked
+            dataclasses.replace(
+                graph,
+                plan=plan,
+                limit=self._of_step(wanted, place).bytes,
+                choices=tuple(offer.told for offer in worth_having(graph.offers)),
+            )
+            for place, (graph, plan) in enumerate(zip(self.captured, self._pick(options), strict=True))
         ]
         report = Report.of(self.report.name, planned, options)
         exact: Curve = self.__dict__.get("pareto", report.pareto)
@@ -307,9 +312,17 @@ class Estimate:
     def _pick(self, options: Options) -> list[Plan]:
         """The plan of every graph, as the running step would pick them one after the other."""
         plans: list[Plan] = []
-        for graph in self.captured:
-            plans.append(choose(graph.offers, options, unplanned=graph.unplanned, earlier=plans).plan)
+        for place, graph in enumerate(self.captured):
+            within = options
+            if options.budget is not None:
+                within = dataclasses.replace(options, budget=self._of_step(options.budget, place))
+            plans.append(choose(graph.offers, within, unplanned=graph.unplanned, earlier=plans).plan)
         return plans
+
+    def _of_step(self, budget: Budget, place: int) -> Budget:
+        """The budget for the graphs of the step up to this place; a share is one of what they take unplanned."""
+        unplanned = [graph.unplanned for graph in self.captured[: place + 1]]
+        return budget.of_step(_total_of(unplanned, self.options))
 
     def __str__(self) -> str:
         return str(self.report)
@@ -322,16 +335,6 @@ def _total_of(plans: Sequence[Plan], options: Options) -> int:
 # -- from graphs to numbers ------------------------------------------------------------------------------------------
 
 
-def _limit(graphs: Sequence[CapturedGraph], options: Options, resident: int) -> int | None:
-    """The budget in bytes. A share is one of the unplanned step; a step of several graphs holds it against each of
-    them, and no one number stands for that."""
-    if options.budget is None or options.budget.is_floor:
-        return None
-    if options.budget.bytes is not None:
-        return options.budget.bytes
-    return options.budget.resolve(resident + graphs[0].unplanned.timeline.step_peak) if len(graphs) == 1 else None
-
-
 def _asked(options: Options) -> str:
     if options.plan is not None:
         return "a plan made before"
@@ -340,7 +343,7 @@ def _asked(options: Options) -> str:
     if options.budget.is_floor:
         return "the lowest reachable peak"
     if options.budget.share is not None:
-        return f"the fastest step within {100 * options.budget.share:.4g} % of the unplanned peak"
+        return f"the fastest step within {100 * options.budget.share:.4g} % of the largest unplanned step"
     return f"the fastest step within {bytes_text(options.budget.resolve(0))}"
 
 
