@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import encore
+from captured import gradients_for_all_outputs
 from encore.api import compiled_call
 from encore.capture import Session
 from encore.options import LOWERINGS
@@ -117,7 +118,8 @@ def run_step(model: Callable[..., Any], args: Any = (), kwargs: Any = None, *, s
 
 def backward(outputs: list[torch.Tensor], **options: Any) -> None:
     """Backward with made-up gradients for the outputs, the same ones each time."""
-    torch.autograd.backward(outputs, [cotangent(output, index) for index, output in enumerate(outputs)], **options)
+    with gradients_for_all_outputs():
+        torch.autograd.backward(outputs, [cotangent(output, index) for index, output in enumerate(outputs)], **options)
 
 
 def cotangent(output: torch.Tensor, index: int = 0) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +20,16 @@ from encore.graph import Graph, Op, Value
 def train_step(function: Callable[..., Any], *args: Any) -> None:
     """Forward, and backward from a gradient of ones for every output; gradients are left in place."""
     outputs = [leaf for leaf in pytree.tree_leaves(function(*args)) if leaf.requires_grad]
-    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    with gradients_for_all_outputs():
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+
+@contextlib.contextmanager
+def gradients_for_all_outputs() -> Iterator[None]:
+    """Backward through all outputs, whatever the first forward expected."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*was given gradients that no step before had")
+        yield
 
 
 def drop_gradients(model: nn.Module, args: Sequence[Any] = ()) -> None:
@@ -33,8 +44,10 @@ def captured(model: Callable[..., Any], *args: Any, lowering: str = "eager", **o
         options["overhead"] = 0.0
     compiled = encore.compile(model, lowering=lowering, **options)
     train_step(compiled, *args)
-    (graph,) = compiled_call(compiled).session.last_step
-    return graph
+    session = compiled_call(compiled).session
+    (graph,) = session.last_step
+    (latest,) = [other for other in session.graphs if other.name == graph.name]  # planned for all outputs by now
+    return latest
 
 
 def captured_graph(model: Callable[..., Any], *args: Any) -> Graph:

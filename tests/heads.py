@@ -89,6 +89,38 @@ def and_also(more: Callable[[torch.Tensor], Any]) -> Callable[[Net, torch.Tensor
     return end
 
 
+def shifted(target: torch.Tensor) -> torch.Tensor:
+    """Each position is to predict the next word, as Hugging Face's losses have it; the last one predicts none."""
+    return F.pad(target, (0, 1), value=-100)[..., 1:].contiguous()
+
+
+def causal(net: Net, hidden: torch.Tensor, target: torch.Tensor, items: Any = None) -> Any:
+    """The loss of Hugging Face's causal language models, which return their scores."""
+    scores = F.linear(hidden, net.leave.weight)
+    upcast = scores.double()
+    how = "mean" if items is None else "sum"
+    loss = F.cross_entropy(upcast.view(-1, WORDS), shifted(target).view(-1), ignore_index=-100, reduction=how)
+    return (loss if items is None else loss / items), scores
+
+
+RETURNED: dict[str, Callable[[Net, torch.Tensor, torch.Tensor], Any]] = {
+    "causal": causal,
+    "causal, a number of items": lambda net, h, t: causal(net, h, t, torch.tensor(17)),
+    "masked": and_also(lambda scores: scores),
+    "rows of them": lambda net, h, t: (lambda s: (entropy(s, t), s))(net.leave(h.flatten(0, 1))),
+    "in a wider type": lambda net, h, t: (lambda s: (entropy(s, t), s))(net.leave(h).double()),
+    "soft cap": lambda net, h, t: (lambda s: (entropy(3 * torch.tanh(s / 3), t), s))(net.leave(h)),
+    "capped ones": lambda net, h, t: (lambda s: (entropy(s, t), s))(3 * torch.tanh(net.leave(h) / 3)),
+    "log-probabilities": lambda net, h, t: (
+        lambda log: (F.nll_loss(log.flatten(0, 1), t.flatten()), log)
+    )(net.leave(h).log_softmax(-1)),
+    "scores and log-probabilities": lambda net, h, t: (
+        lambda s: (lambda log: (F.nll_loss(log.flatten(0, 1), t.flatten()), s, log))(s.log_softmax(-1))
+    )(net.leave(h)),
+}  # fmt: skip
+"""Heads whose scores are returned and receive no gradient."""
+
+
 DECLINED: dict[str, Callable[[Net, torch.Tensor, torch.Tensor], Any]] = {
     "label smoothing": lambda net, h, t: entropy(net.leave(h), t, label_smoothing=0.1),
     "scores are returned": and_also(lambda scores: scores),

@@ -9,8 +9,9 @@ import torch
 
 from captured import captured_graph, operators
 from encore.rewrite.heads import Gathered, RowByRow, Summed, find_heads
+from encore.rewrite.narrow_indices import narrow_indices
 from encore.rewrite.split_head import split_head
-from heads import DECLINED, FORMS, WIDTH, Net, batch, entropy
+from heads import DECLINED, FORMS, WIDTH, Net, batch, causal, entropy
 
 aten = torch.ops.aten
 
@@ -49,3 +50,12 @@ def test_rows_leave_through_the_three_gradients_of_a_linear_layer() -> None:
 def test_a_head_that_gives_no_gradient_has_no_exits() -> None:
     (head,) = find_heads(captured_graph(Net(FORMS["frozen head"]), *batch()))
     assert head.exits == ()
+
+
+def test_labels_that_backward_reads_narrowed_are_the_same_labels() -> None:
+    """Labels that the step computes are saved as smaller integers, like any other index."""
+    net = Net(lambda net, h, t: causal(net, h, t)[0])
+    graph = captured_graph(net, *batch())
+    narrowed = narrow_indices(graph)
+    assert narrowed is not graph
+    assert len(list(find_heads(narrowed))) == 1

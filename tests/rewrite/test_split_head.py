@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import encore
 from against_eager import ROUNDING, SEED, Tensors, assert_as_close, cotangent, in_double, run_step
 from captured import captured_graph, drop_gradients, operators
+from encore.api import compiled_call
 from encore.capture import backend
 from encore.graph import Graph, build_graph, verify_graph
 from encore.lower import lower
@@ -21,7 +22,7 @@ from encore.rewrite.fold_additions import fold_additions
 from encore.rewrite.split_head import split_head
 from encore.schedule import Run, replay, schedule_step, simulate
 from encore.workloads import tiny
-from heads import BATCH, FORMS, STEPS, WIDTH, WORDS, Net, Tied, batch, entropy
+from heads import BATCH, FORMS, RETURNED, STEPS, WIDTH, WORDS, Net, Tied, batch, entropy
 
 aten = torch.ops.aten
 
@@ -70,6 +71,44 @@ def check(model: nn.Module, *args: torch.Tensor, slices: Iterable[int] = (2, 3, 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_in_slices(form: str) -> None:
     check(Net(FORMS[form]), *batch())
+
+
+@pytest.mark.parametrize("form", RETURNED)
+def test_scores_that_are_returned_are_read_in_slices(form: str) -> None:
+    model, args = Net(RETURNED[form]), batch()
+    plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    compiled = encore.compile(model, lowering="eager", overhead=0.0)
+    compiled(*args)[0].backward()
+    (captured,) = compiled_call(compiled).session.last_step
+    graph = captured.plan.schedule.graph
+    drop_gradients(model, args)
+    mine = [args[0], *model.parameters()]
+    its = torch.autograd.grad((outputs := plain(*args))[0], [args[0], *plain.parameters()], allow_unused=True)
+    wide = in_double(args[0])
+    truth = torch.autograd.grad(exact(wide, args[1])[0], [wide, *exact.parameters()], allow_unused=True)
+    for slices in (2, 3, 1000):
+        split = split_head(graph, slices)
+        assert split is not graph
+        verify_graph(split)
+        schedule = schedule_step(split)
+        peak = simulate(schedule).step_peak
+        replay(schedule, limit=peak)
+        assert slices == 1000 or peak < simulate(schedule_step(graph)).step_peak
+        held = {id(tensor): tensor for tensor in (*mine, *model.buffers(), *args)}
+        primals = [held[identity or 0] for identity in split.identities]
+        lowered = lower(schedule)
+        with torch.no_grad():
+            results = lowered.forward(list(primals))
+            found, saved = results[: len(outputs)], results[len(outputs) :]
+            gradients = lowered.backward([*saved, torch.ones_like(found[0])])
+        for have, want in zip(found, outputs, strict=True):
+            torch.testing.assert_close(have, want)
+        of = {id(primal): gradient for primal, gradient in zip(primals, gradients, strict=True)}
+        for tensor, want, exactly in zip(mine, its, truth, strict=True):
+            have = of.get(id(tensor))
+            assert (have is None) == (want is None)
+            if have is not None and want is not None and exactly is not None:
+                assert_as_close(have, want, exactly, ROUNDING[torch.float32], str(tensor.shape))
 
 
 @pytest.mark.parametrize("weighted", [False, True])

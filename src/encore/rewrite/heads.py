@@ -4,8 +4,9 @@ Found by data flow, from the product on. Everything computed from its result, in
 alike and separately (casts, scaling, soft caps, the logarithm of a softmax and its gradient), or be where rows leave:
 the negative log likelihood in forward; in backward a product that keeps rows apart (the gradient of the hidden rows),
 one that sums over them (the gradient of the weight), or a sum (of the bias). Such a head can be taken some rows at
-a time whatever it computes, since no row ever sees another. Any other reader, and it is no head: somebody wants the
-scores of all rows at once.
+a time whatever it computes, since no row ever sees another. Any other reader, and it is no head: it needs the scores of
+all rows at once. Scores that the step returns are computed at once, and what follows reads slices of them: the caller
+holds them anyway (the logits of Hugging Face's models).
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Summed(Exit):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """One head. Its values hold rows of scores, and nobody outside reads them."""
+    """One head. Its values hold rows of scores, and no operator outside reads them."""
 
     product: Product
     loss: Op
@@ -81,6 +82,8 @@ class Head:
     """Every value of the head, and who makes it."""
     exits: tuple[Exit, ...]
     """Where rows leave in backward; none if nothing before the head needs a gradient."""
+    whole: frozenset[int] = frozenset()
+    """Values of the head that are in memory for all rows from forward on: they, or views of them, are returned."""
 
     @property
     def backward(self) -> Op:
@@ -97,8 +100,8 @@ def find_heads(graph: Graph) -> Iterator[Head]:
     taken: set[int] = set()
     for root in products(graph):
         growth = _Growth(graph, root)
-        head = growth.head()
-        if head is not None and not leaving & growth.inside and not taken & growth.outside:
+        head = growth.head(leaving)
+        if head is not None and not taken & growth.outside:
             taken |= growth.inside
             yield head
 
@@ -127,7 +130,7 @@ class _Growth:
         ops = (*self.makers.values(), *(leave.op for leave in self.exits))
         return {value for op in ops for value in op.reads} - self.inside
 
-    def head(self) -> Head | None:
+    def head(self, leaving: set[int]) -> Head | None:
         """Follow all that is computed from the product, in the order of the graph."""
         if not self._may_begin():
             return None
@@ -140,7 +143,16 @@ class _Growth:
             last = number
         if self.loss is None or not self._weight_stays_inside(self.loss):
             return None
-        return Head(self.root, self.loss, self.makers, tuple(self.exits))
+        returned = leaving & self.inside
+        if not all(value in self.makers and self.makers[value].forward for value in returned):
+            return None
+        return Head(self.root, self.loss, self.makers, tuple(self.exits), self._whole(returned))
+
+    def _whole(self, returned: set[int]) -> frozenset[int]:
+        """The values in whose memory those that are returned lie."""
+        storages = {self.graph.values[value].storage for value in returned}
+        owners = (value for value, op in self.makers.items() if op.kind is not OpClass.VIEW)
+        return frozenset(value for value in owners if self.graph.values[value].storage in storages)
 
     def _may_begin(self) -> bool:
         """Is it a product of forward in which rows share all but their left sides?"""
@@ -210,13 +222,15 @@ class _Growth:
         return number not in self.transposed and (len(shape) < 2 or (len(shape) == 2 and shape[0] == 1))
 
     def _begins_backward(self, op: Op) -> bool:
-        """Is it the gradient of the very loss the head ends in?"""
+        """Is it the gradient of the very loss the head ends in? It may read a copy of the target: labels that the step
+        computes are narrowed between forward and backward."""
         if op.target is not LOSS_BACKWARD or op.forward or self.loss is None:
             return False
-        _, target, weight, reduction, ignored = self.loss.args
+        _, _, weight, reduction, ignored = self.loss.args
         total = self.loss.writes[1]
-        same = total is not None and op.args[2:] == (target, weight, reduction, ignored, Ref(total))
-        return same and self._reads_rows_at(op, 1)
+        same = total is not None and op.args[3:] == (weight, reduction, ignored, Ref(total))
+        target, copy = (self.graph.values[args[place].value] for args, place in ((self.loss.args, 1), (op.args, 2)))
+        return same and (target.shape, target.dtype) == (copy.shape, copy.dtype) and self._reads_rows_at(op, 1)
 
     def _reads_rows_at(self, op: Op, position: int) -> bool:
         """Is this argument, and no other, a matrix of the head?"""

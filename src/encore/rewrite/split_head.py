@@ -4,8 +4,9 @@ Over a vocabulary of V words, N positions have N x V scores: of these a step hol
 forward to backward, and there two gradients beside them; in a language model nothing else may be as large. Taken in K
 slices, forward computes the scores of a slice and its part of the loss, and forgets the scores; backward computes
 them once more from the hidden rows, then the slice's gradients, adds its share to those of weight and bias and writes
-its rows of the gradient of the hidden rows. The price is the head's product, run a second time. It is exact for any
-gradient of the loss; sums over rows are taken in another order.
+its rows of the gradient of the hidden rows. The price is the head's product, run a second time; scores that the step
+returns are there already, and backward reads slices of those. It is exact for any gradient of the loss; sums over rows
+are taken in another order.
 
 Liger (Hsu et al. 2024) and cut cross entropy (Wijmans et al. 2024) do this in kernels of their own, for heads that are
 written for them; here it is the graph that changes, whatever the model calls its head.
@@ -63,6 +64,8 @@ class _Split:
         """Slices of what is not the head's own, by value and dimension."""
         self.made: dict[tuple[int, int, bool], int] = {}
         """Slices of the head's values, by value, slice and whether forward makes them."""
+        self.matrices: dict[int, int] = {}
+        """Values that are in memory for all rows -> the same in two dimensions."""
         self.so_far: dict[int, int] = {}
         """What the result of an exit has come to after the slices so far."""
         self.total_weight = -1
@@ -120,6 +123,8 @@ class _Split:
         op = self.head.makers[value]
         if op.kind is OpClass.VIEW:
             return self._slice(op.reads[0], k, beside)
+        if value in self.head.whole:
+            return self._cut(self._as_matrix(value), k, beside)
         key = (value, k, beside.forward)
         if key not in self.made:
             args = self._arguments(op, k, beside)
@@ -161,6 +166,13 @@ class _Split:
                 views.append(self.editor.view_result(op, value, shape, whole.stride, start * whole.stride[dimension]))
             self.cuts[value, dimension] = views
         return self.cuts[value, dimension][k]
+
+    def _as_matrix(self, value: int) -> int:
+        """A value that is in memory for all rows, in two dimensions."""
+        if value not in self.matrices:
+            shape = (sum(self.lengths), self.columns)
+            self.matrices[value] = self.editor.viewed(self.head.loss, value, shape).value
+        return self.matrices[value]
 
     # -- exits -------------------------------------------------------------------------------------------------------
 
