@@ -17,7 +17,7 @@ from encore.api import compiled_call
 from encore.cost import Workspaces, probe, workspace
 from encore.cost.cache import machine_cache
 from encore.cost.measure import measure_cpu
-from encore.cost.probe import made_up, probe_workspace
+from encore.cost.probe import footprint, made_up, probe_workspace
 from encore.folders import cache_directory
 from encore.graph import Graph, OpClass
 
@@ -136,6 +136,24 @@ def test_an_operator_that_refuses_made_up_operands_is_bounded_and_logged(
     assert bound >= probe_workspace(graph, op)
 
 
+@pytest.mark.usefixtures("_nothing_known")
+def test_an_operator_is_not_run_without_memory_for_its_operands(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph = convolution()
+    monkeypatch.setenv("ENCORE_CACHE_DIR", str(cache_directory() / "empty"))
+    (op,) = operators(graph, aten.convolution.default)
+    needed = footprint(graph, op)
+    assert needed == sum(graph.bytes_of(value) for value in (*op.reads, *op.writes) if value is not None)
+    asked: list[int] = []
+    monkeypatch.setattr(workspace, "has_room", lambda size, cuda: asked.append(size))
+    forbid_running(monkeypatch)
+    with caplog.at_level(logging.INFO, logger="encore"):
+        assert Workspaces(run=True)(graph, op) > 0
+    assert asked == [needed]
+    assert "the workspace of aten.convolution.default is a bound: its operands are too large" in caplog.text
+
+
 # -- whole steps whose operators need more than meets the eye ---------------------------------------------------------
 
 
@@ -179,6 +197,9 @@ STEPS = {
     "outer": lambda x: torch.einsum("btc,bsc->bts", x, x),
     "log_sum_exp": lambda x: x.logsumexp(1),
     "spectrum": lambda x: torch.fft.rfft(x).abs(),
+    "powers_of_integers": lambda x: x * torch.exp2((x > 0).long()),
+    "cumulated_exponents": lambda x: x.logcumsumexp(1),
+    "solved": lambda x: torch.linalg.solve(x[:, :, :6] + 9 * torch.eye(6), x),
 }
 
 
@@ -201,6 +222,58 @@ def test_an_estimate_with_nothing_measured_is_not_too_low(name: str) -> None:
     train_step(model, x)
     drop_gradients(model)
     assert encore.measure(lambda: train_step(model, x)).step_peak <= estimated
+
+
+class Bags(nn.Module):
+    """A bag of embeddings under a linear layer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(100, 16, **options)
+        self.leave = nn.Linear(16, 4)
+
+    def forward(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        return self.leave(self.bags(indices, offsets, weights))
+
+
+@pytest.mark.usefixtures("_nothing_known")
+@pytest.mark.parametrize(
+    ("options", "weighted"),
+    [
+        ({"mode": "sum"}, False),
+        ({"mode": "sum"}, True),
+        ({"mode": "mean"}, False),
+        ({"mode": "max"}, False),
+        ({"mode": "sum", "padding_idx": 3}, False),
+        ({"mode": "mean", "include_last_offset": True}, False),
+    ],
+)
+def test_the_prediction_of_bags_of_embeddings_holds(options: dict[str, Any], weighted: bool) -> None:
+    model = encore.compile(Bags(**options), lowering="eager", overhead=0.0)
+    weights = torch.rand(400, requires_grad=True) if weighted else None
+    args = (torch.randint(0, 100, (400,)), torch.arange(0, 400, 10), weights)
+    train_step(model, *args)
+    drop_gradients(model, args)
+    measured = encore.measure(lambda: train_step(model, *args)).step_peak
+    predicted = encore.report(model).planned.step_peak
+    assert measured <= predicted <= 1.01 * measured
+
+
+class HalfPrecisionLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(32, 32, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0]
+
+
+def test_the_prediction_of_a_recurrent_layer_in_bfloat16_holds() -> None:
+    model, x = encore.compile(HalfPrecisionLayer(), lowering="eager"), torch.randn(20, 8, 32, dtype=torch.bfloat16)
+    train_step(model, x)
+    drop_gradients(model)
+    measured = encore.measure(lambda: train_step(model, x)).step_peak
+    assert measured <= encore.report(model).planned.step_peak <= 1.01 * measured
 
 
 class Gates(nn.Module):

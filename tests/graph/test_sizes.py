@@ -1,11 +1,11 @@
-"""The size of oneDNN's LSTM workspace, which its fake kernel does not know, against the real operator."""
+"""Sizes of results that fake kernels do not know, against the real operators."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from encore.graph.sizes import LSTM_MODE, onednn_lstm_workspace
+from encore.graph.sizes import LSTM_MODE, onednn_lstm_workspace, true_bytes
 
 
 @pytest.mark.parametrize("hidden", [1, 16, 33, 64, 128, 256])
@@ -21,3 +21,32 @@ def test_the_workspace_is_what_the_real_operator_returns(steps: int, batch: int,
             False, [], LSTM_MODE, hidden, 1, True, False, False, True,
         )  # fmt: skip
     assert workspace.numel() * workspace.element_size() == onednn_lstm_workspace(steps, batch, features, hidden)
+
+
+@pytest.mark.parametrize("hidden", [1, 33, 64, 256])
+@pytest.mark.parametrize(("steps", "batch", "features"), [(1, 1, 1), (24, 4, 64), (30, 2, 300)])
+def test_the_workspace_in_bfloat16(steps: int, batch: int, features: int, hidden: int) -> None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bfloat16 on this CPU")
+    state = torch.zeros(1, batch, hidden, dtype=torch.bfloat16)
+    shapes = ((4 * hidden, features), (4 * hidden, hidden), (4 * hidden,), (4 * hidden,))
+    weights = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+    with torch.enable_grad():
+        *_, workspace = torch.ops.aten.mkldnn_rnn_layer(
+            torch.zeros(steps, batch, features, dtype=torch.bfloat16), *weights, state, state,
+            False, [], LSTM_MODE, hidden, 1, True, False, False, True,
+        )  # fmt: skip
+    assert workspace.untyped_storage().nbytes() == onednn_lstm_workspace(steps, batch, features, hidden, 2)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("include_last_offset", [False, True])
+@pytest.mark.parametrize("padding_idx", [-1, 3])
+def test_the_results_of_embedding_bag(mode: int, include_last_offset: bool, padding_idx: int) -> None:
+    weight, indices = torch.randn(50, 8), torch.randint(0, 50, (40,))
+    args = (weight, indices, torch.arange(0, 41, 4), False, mode, False, None, include_last_offset, padding_idx)
+    results = torch.ops.aten._embedding_bag(*args)
+    known = true_bytes(torch.ops.aten._embedding_bag.default, args, [], results)
+    for position, result in enumerate(results):
+        dense = result.numel() * result.element_size()
+        assert result.untyped_storage().nbytes() == known.get(position, dense), position

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from encore.cost.domains import Fill, fill_by_default, operand_domains
 from encore.cost.measure import measure_cpu, measure_cuda
 from encore.graph import Graph, Op
 from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST
-from encore.graph.values import Value, map_refs
+from encore.graph.values import Value, map_refs, span_bytes
 from encore.lower.calls import callable_for
 
 if TYPE_CHECKING:
     from encore.schedule.kernel import Operand
-
-NOISE = 1 << 16
-"""Numbers that are drawn for one tensor; a larger one repeats them, since drawing takes longer than most operators."""
 
 
 def probe_workspace(graph: Graph, op: Op) -> int:
@@ -34,6 +32,7 @@ def made_up_call(graph: Graph, op: Op, over: int | None = None) -> Callable[[], 
     """The operator as the step will call it, bound to operands of its own; `over` is the one it writes over."""
     generators: dict[str, torch.Generator] = {}
     operands: dict[int, Any] = {}
+    fills = operand_domains(graph, op)
 
     def operand(index: int) -> Any:
         if index not in operands:
@@ -41,7 +40,7 @@ def made_up_call(graph: Graph, op: Op, over: int | None = None) -> Callable[[], 
             assert value.storage is not None
             device = graph.storages[value.storage].device
             generator = generators.setdefault(device, torch.Generator(device))
-            operands[index] = made_up(value, device, generator)
+            operands[index] = made_up(value, device, generator, fill=fills.get(index, fill_by_default))
         return operands[index]
 
     args = map_refs(op.args, operand)
@@ -60,16 +59,21 @@ def on_cuda(graph: Graph, op: Op) -> bool:
     return any(graph.storages[storage].device.startswith("cuda") for storage in storages if storage is not None)
 
 
-def made_up(like: Value | Operand, device: str, generator: torch.Generator, *, offset: int = 0) -> torch.Tensor:
-    """A tensor with the shape, strides and type of a value: noise for floats, zeros for indices. Its first element
-    comes `offset` elements after the beginning of its memory."""
+def made_up(
+    like: Value | Operand,
+    device: str,
+    generator: torch.Generator,
+    *,
+    offset: int = 0,
+    fill: Fill = fill_by_default,
+) -> torch.Tensor:
+    """A tensor with the shape, strides and type of a value. Its first element comes `offset` elements after the
+    beginning of its memory."""
     assert like.dtype is not None
     memory = torch.empty(offset + span(like.shape, like.stride), dtype=like.dtype, device=device)
-    if like.dtype.is_floating_point:
-        _fill_with_noise(memory, generator)
-    else:
-        memory.zero_()
-    return memory.as_strided(like.shape, like.stride, offset)
+    tensor = memory.as_strided(like.shape, like.stride, offset)
+    fill(memory, tensor, generator)
+    return tensor
 
 
 def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -78,9 +82,6 @@ def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in steps)
 
 
-def _fill_with_noise(memory: torch.Tensor, generator: torch.Generator) -> None:
-    drawn = memory[:NOISE].normal_(generator=generator)
-    whole = len(memory) // NOISE * NOISE
-    if whole:
-        memory[:whole].view(-1, NOISE)[1:] = drawn
-        memory[whole:] = drawn[: len(memory) - whole]
+def footprint(graph: Graph, op: Op) -> int:
+    """Bytes of all operands and results."""
+    return sum(span_bytes(graph.values[value]) for value in {*op.reads, *op.writes} if value is not None)

@@ -20,7 +20,7 @@ from encore.codecs import Codec
 from encore.cost.allocator import profiler_is_running
 from encore.cost.cache import machine_cache
 from encore.cost.codec_timing import CodecCall, codec_of
-from encore.cost.probe import made_up_call, on_cuda
+from encore.cost.probe import footprint, made_up_call, on_cuda
 from encore.cost.rates import Rates, is_duration
 from encore.cost.roofline import kernel_roofline, op_roofline
 from encore.cost.room import has_room, sets_of_operands
@@ -30,7 +30,6 @@ from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_codec
 from encore.graph.random_ops import DrawAgain, DrawState
 from encore.graph.tier_ops import is_transfer
-from encore.graph.values import span_bytes
 from encore.schedule import Fused, Run, Schedule
 
 log = logging.getLogger("encore")
@@ -187,7 +186,7 @@ def may_run(graph: Graph, op: Op) -> bool:
         return False
     if any(isinstance(argument, torch.Generator) for argument in (*op.args, *op.kwargs.values())):
         return False  # the user's own
-    size = _footprint(graph, op)
+    size = footprint(graph, op)
     return size >= WORTH_TIMING and has_room(size, cuda=on_cuda(graph, op))
 
 
@@ -195,10 +194,5 @@ def op_seconds(graph: Graph, op: Op, over: int | None = None, *, most_seconds: f
     """Time one operator on made-up operands. What it writes over is not made good between the few runs there are."""
     cuda = on_cuda(graph, op)
     with torch.no_grad(), generators_kept(cuda=cuda):
-        calls = [made_up_call(graph, op, over) for _ in range(sets_of_operands(_footprint(graph, op)))]
+        calls = [made_up_call(graph, op, over) for _ in range(sets_of_operands(footprint(graph, op)))]
         return seconds_of(calls, cuda=cuda, most_seconds=most_seconds)
-
-
-def _footprint(graph: Graph, op: Op) -> int:
-    """Bytes of all operands and results."""
-    return sum(span_bytes(graph.values[value]) for value in {*op.reads, *op.writes} if value is not None)

@@ -11,6 +11,16 @@ from encore.graph import Graph, Op, OpClass
 from encore.graph.values import Ref
 from encore.rnn import WORKSPACES
 
+TAKES_EMPTY_OPERANDS = frozenset(
+    {
+        *WORKSPACES,
+        torch.ops.aten._embedding_bag_backward.default,
+        torch.ops.aten._embedding_bag_per_sample_weights_backward.default,
+    }
+)
+"""Operators that may be probed with empty operands: Encore's own, and those that PyTorch calls with one (the bag of
+every index, which a sum of bags does not compute)."""
+
 
 def signature(graph: Graph, op: Op) -> str:
     """Everything a measurement of the call depends on, as text: two calls with equal signatures are measured once."""
@@ -49,8 +59,8 @@ def can_run(graph: Graph, op: Op) -> bool:
     """Are there devices for its operands, and memory layouts that can be made up?"""
     for value in op.reads:
         storage = graph.values[value].storage
-        if 0 in graph.values[value].shape and op.target not in WORKSPACES:
-            return False  # kernels that take a size for granted have crashed on empty operands; Encore's own have not
+        if 0 in graph.values[value].shape and op.target not in TAKES_EMPTY_OPERANDS:
+            return False  # kernels that take a size for granted have crashed on empty operands
         if storage is None or (not graph.values[value].stride and graph.values[value].shape):
             return False
         if not is_here(graph.storages[storage].device):

@@ -22,7 +22,8 @@ import torch
 from encore.codecs import WORKSPACES as CODING
 from encore.cost.allocator import profiler_is_running
 from encore.cost.cache import machine_cache
-from encore.cost.probe import probe_workspace
+from encore.cost.probe import footprint, on_cuda, probe_workspace
+from encore.cost.room import has_room
 from encore.cost.signature import can_run, is_pure_aten, signature
 from encore.graph import Graph, Op, OpClass
 from encore.graph.on_shapes import on_shapes
@@ -42,6 +43,7 @@ WORKSPACES = {**RECURRENT, **CODING}
 BOXED_SCALARS = 16
 """A Python number among tensors becomes a tensor of 8 bytes, and 4 more where it is converted."""
 
+CASTS = frozenset({aten._to_copy.default, aten.copy.default})
 HALF = (torch.bfloat16, torch.float16)
 ONEDNN_CHANNELS = 16
 REORDERS = frozenset({"convolution", "convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})
@@ -99,6 +101,9 @@ class Workspaces:
             return int(cached)
         if not self.run or profiler_is_running() or not can_run(graph, op):
             return _bound(graph, op)
+        if not has_room(footprint(graph, op), cuda=on_cuda(graph, op)):
+            log.info("the workspace of %s is a bound: its operands are too large to be made up", op.target)
+            return _bound(graph, op)
         try:
             workspace = probe_workspace(graph, op)
         except Exception as error:  # made-up operands may be refused; the step itself will still run
@@ -126,7 +131,7 @@ def _pointwise(graph: Graph, op: Op) -> int:
     """A number among the operands is boxed; an operand of another type is cast into a temporary."""
     boxed = BOXED_SCALARS if any(isinstance(argument, int | float) for argument in op.args) else 0
     if len({graph.values[value].dtype for value in op.reads}) < 2:
-        return boxed
+        return boxed + _cast_to_result(graph, op)
     reads = op.reads[1:] if op.target is aten.where.self else op.reads  # its condition is read as it is
     operands = [graph.values[value] for value in reads if graph.values[value].dtype is not None]
     shaped = [value for value in operands if value.shape] or operands
@@ -135,6 +140,20 @@ def _pointwise(graph: Graph, op: Op) -> int:
     common = functools.reduce(torch.promote_types, (value.dtype for value in shaped if value.dtype is not None))
     cast = [value for value in shaped if value.dtype != common]
     return boxed + sum(math.prod(value.shape) * common.itemsize for value in cast)
+
+
+def _cast_to_result(graph: Graph, op: Op) -> int:
+    """Integers of which floating-point numbers are computed are cast first; a cast itself writes its result."""
+    result = graph.values[op.writes[0]].dtype if op.writes and op.writes[0] is not None else None
+    if result is None or not result.is_floating_point or op.target in CASTS:
+        return 0
+    cast = [graph.values[value] for value in op.reads]
+    cast = [value for value in cast if value.shape and value.dtype is not None and not _is_inexact(value.dtype)]
+    return sum(math.prod(value.shape) * result.itemsize for value in cast)
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _bound_of_kernel(graph: Graph, action: Fused) -> int:

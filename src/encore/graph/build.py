@@ -252,7 +252,7 @@ class _Builder:
             traced_in_forward=not self.backward_began,
         )
         self.ops.append(op)
-        sizes = true_bytes(node.target, args, self.values)
+        sizes = true_bytes(node.target, args, self.values, results)
         writes: list[int | None] = []
         for position, result in enumerate(results):
             if result is None:

@@ -2,9 +2,11 @@
 
 oneDNN's recurrent layer returns a workspace that holds what its backward needs: gates, states and room for their
 gradients, each rounded up to a page. PyTorch's fake kernel returns an empty tensor for it. The layout below was
-derived from the sizes that oneDNN v3.12 asks for (float32), and is checked against the real operator in the tests.
+derived from the sizes that oneDNN v3.12 asks for, and is checked against the real operator in the tests.
 
 Reduced losses are computed element by element into their result, which then shrinks to a scalar and keeps the memory.
+The bag of every index that `_embedding_bag` returns is computed with one element more and shrinks as well, and so do
+the sizes of bags if the last offset is included.
 """
 
 from __future__ import annotations
@@ -24,12 +26,20 @@ LSTM_MODE = 2
 SHRINKING_LOSSES = (aten.mse_loss.default, aten.smooth_l1_loss.default)
 
 
-def true_bytes(target: Any, args: Sequence[Any], values: Sequence[Value]) -> dict[int, int]:
+BAG_OF_INDEX, BAG_SIZES, INCLUDE_LAST_OFFSET = 1, 2, 7
+"""Results of `_embedding_bag` that are one element shorter than their memory, and the flag of the second."""
+
+
+def true_bytes(target: Any, args: Sequence[Any], values: Sequence[Value], results: Sequence[Any]) -> dict[int, int]:
     """Bytes by result position, for the results whose fake tensor is wrong."""
     if target is aten.mkldnn_rnn_layer.default:
         return _onednn_lstm(args, values)
     if target in SHRINKING_LOSSES and isinstance(args[0], Ref):
         return {0: values[args[0].value].bytes}
+    if target is aten._embedding_bag.default:
+        longer = [BAG_OF_INDEX] if results[BAG_OF_INDEX].numel() else []
+        longer += [BAG_SIZES] if len(args) > INCLUDE_LAST_OFFSET and args[INCLUDE_LAST_OFFSET] else []
+        return {position: (results[position].numel() + 1) * results[position].element_size() for position in longer}
     return {}
 
 
@@ -37,26 +47,30 @@ def _onednn_lstm(args: Sequence[Any], values: Sequence[Value]) -> dict[int, int]
     source, mode, hidden = args[0], args[9], args[10]
     assert isinstance(source, Ref)
     steps, batch, features = values[source.value].shape  # time comes first by now, whatever batch_first says
-    if mode != LSTM_MODE:
+    dtype = values[source.value].dtype
+    if mode != LSTM_MODE or dtype is None:
         return {}
-    return {3: onednn_lstm_workspace(steps, batch, features, hidden)}
+    return {3: onednn_lstm_workspace(steps, batch, features, hidden, dtype.itemsize)}
 
 
-def onednn_lstm_workspace(steps: int, batch: int, features: int, hidden: int) -> int:
-    """Bytes of the workspace of one layer and direction."""
-    wide = _leading_dimension(max(features, hidden))
+def onednn_lstm_workspace(steps: int, batch: int, features: int, hidden: int, itemsize: int = 4) -> int:
+    """Bytes of the workspace of one layer and direction. Activations have the type of the input, gradients float32."""
+    widest = max(features, hidden)
     return (
-        _pages(4 * steps * batch * _leading_dimension(4 * hidden))  # gates
-        + _pages(4 * steps * batch * _leading_dimension(hidden))  # h before projection
-        + 3 * _pages(8 * (steps + 1) * batch * wide)  # states between layers, and their gradients
-        + 2 * _pages(8 * (steps + 1) * batch * hidden)  # c, and its gradient
+        _pages(itemsize * steps * batch * _leading_dimension(4 * hidden, itemsize))  # gates
+        + _pages(itemsize * steps * batch * _leading_dimension(hidden, itemsize))  # h before projection
+        + _pages(2 * itemsize * (steps + 1) * batch * _leading_dimension(widest, itemsize))  # states between layers
+        + 2 * _pages(8 * (steps + 1) * batch * _leading_dimension(widest, 4))  # their gradients
+        + _pages(2 * itemsize * (steps + 1) * batch * hidden)  # c
+        + _pages(8 * (steps + 1) * batch * hidden)  # its gradient
     )
 
 
-def _leading_dimension(elements: int) -> int:
-    """oneDNN pads rows to a cache line and away from multiples of 1 KiB."""
-    padded = -(-elements // 16) * 16
-    return padded + 16 if padded % 256 == 0 else padded
+def _leading_dimension(elements: int, itemsize: int) -> int:
+    """oneDNN pads rows to a cache line and away from multiples of 256 elements."""
+    line = 64 // itemsize
+    padded = -(-elements // line) * line
+    return padded + line if padded % 256 == 0 else padded
 
 
 def _pages(size: int) -> int:

@@ -135,7 +135,7 @@ class Graph:
     outputs: list[int | None]
     """By position; None where the step returns something that is not a tensor: see `literals`."""
     gradients: list[int | None]
-    """One for every primal; None where it needs none."""
+    """One for every primal but tokens; None where it needs none."""
     constants: dict[int, Any] = field(default_factory=dict)
     """Tensors and modules baked into the graph, by value."""
     literals: dict[int, Any] = field(default_factory=dict)
@@ -156,6 +156,12 @@ class Graph:
         """Storages that are alive before the step and after it."""
         owners = [*self.primals, *self.constants]
         return {storage for value in owners if (storage := self.values[value].storage) is not None}
+
+    def with_gradients(self) -> Iterator[tuple[int, int | None]]:
+        """Every primal with its gradient. Tokens, which keep operators with effects in order, come first and have
+        none."""
+        tokens = max(0, len(self.primals) - len(self.gradients))
+        return zip(self.primals[tokens:], self.gradients, strict=False)
 
     def bytes_of(self, value: int) -> int:
         storage = self.values[value].storage

@@ -16,6 +16,7 @@ import torch
 
 from encore.cost.allocator import profiler_is_running
 from encore.cost.cache import machine_cache
+from encore.cost.room import has_room
 from encore.graph import Graph
 from encore.rewrite.attentions import Attention
 from encore.rewrite.matmuls import Product, device_of
@@ -70,6 +71,12 @@ class ConvolutionShape:
     def work(self) -> float:
         """Multiplications, about."""
         return math.prod(self.source) * math.prod(self.weight) / self.source[1] / math.prod(self.stride)
+
+    @property
+    def bytes(self) -> int:
+        """Of the input, the weight, the output and the gradients of all three, about."""
+        output = math.prod(self.source) // self.source[1] * self.weight[0] // math.prod(self.stride)
+        return 2 * self.dtype.itemsize * (math.prod(self.source) + math.prod(self.weight) + output)
 
 
 class Judge:
@@ -155,7 +162,8 @@ class Judge:
             f"{REWRITE}scores {dtype} {found.shape} {found.hidden} norm={found.norm is not None} "
             f"backward={found.grad is not None} threads={torch.get_num_threads()}"
         )
-        ratio = self._known_ratio(key, lambda: _scoring(found, dtype))
+        middle = math.prod(found.shape) * found.hidden * dtype.itemsize
+        ratio = self._known_ratio(key, lambda: _scoring(found, dtype), footprint=3 * middle)
         return math.prod(found.shape) * found.hidden >= LARGE_MIDDLE if ratio is None else ratio < WORTH_IT
 
     def blocks_pay(self, found: Attention, dtype: torch.dtype) -> bool:
@@ -166,7 +174,8 @@ class Judge:
             f"{'dropped ' if found.draw is not None else ''}"
             f"backward={found.grad is not None} threads={torch.get_num_threads()}"
         )
-        ratio = self._known_ratio(key, lambda: _attention(found, dtype))
+        scores = math.prod(found.shape) * dtype.itemsize
+        ratio = self._known_ratio(key, lambda: _attention(found, dtype), footprint=5 * scores)
         return found.shape[3] >= LONG if ratio is None else ratio <= AS_FAST
 
     def channels_last_pays(self, convolutions: Sequence[ConvolutionShape]) -> bool:
@@ -177,7 +186,7 @@ class Judge:
         ratio = 0.0
         for shape in heaviest:
             key = f"{CHANNELS_LAST}{shape} threads={torch.get_num_threads()}"
-            measured = self._known_ratio(key, functools.partial(_layouts, shape))
+            measured = self._known_ratio(key, functools.partial(_layouts, shape), footprint=2 * shape.bytes)
             if measured is None:
                 return False
             ratio += measured * shape.work * convolutions.count(shape) / total
@@ -191,13 +200,16 @@ class Judge:
             f"{REWRITE}{what} {left.dtype} {left.shape}{left.stride} @ {right.shape}{right.stride} "
             f"{device_of(graph, example.left)} threads={torch.get_num_threads()}"
         )
-        ratio = self._known_ratio(key, lambda: (before, after))
+        sides = left.bytes + right.bytes + left.shape[0] * right.shape[1] * left.bytes // max(1, math.prod(left.shape))
+        cuda = device_of(graph, example.left).startswith("cuda")
+        ratio = self._known_ratio(key, lambda: (before, after), footprint=(SAMPLE + 1) * sides, cuda=cuda)
         return left.shape[0] <= FEW_ROWS if ratio is None else ratio < WORTH_IT
 
-    def _known_ratio(self, key: str, sides: Callable[[], Sides]) -> float | None:
-        """Time of the second side over that of the first: from before, or measured now; None where nothing may run."""
+    def _known_ratio(self, key: str, sides: Callable[[], Sides], *, footprint: int, cuda: bool = False) -> float | None:
+        """Time of the second side over that of the first: from before, or measured now; None where nothing may run, or
+        where there is no memory for operands and results of `footprint` bytes."""
         ratio = self.cache.get(key)
-        if ratio is None and self.run:
+        if ratio is None and self.run and has_room(footprint, cuda=cuda):
             ratio = _ratio(*sides())
             self.cache.put(key, ratio)
         return ratio

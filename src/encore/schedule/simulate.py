@@ -221,7 +221,7 @@ class _Walk:
         parameter) is copied, one after the other."""
         seen: set[int] = {storage for value in self.graph.tangents if (storage := self.storage_of[value]) is not None}
         seen |= self.external
-        for primal, value in zip(self.graph.primals, self.graph.gradients, strict=False):
+        for primal, value in self.graph.with_gradients():
             if value is None or (storage := self.storage_of[value]) is None:
                 continue
             copied = storage in seen or not _same_layout(self.graph, primal, value)
@@ -235,7 +235,7 @@ class _Walk:
 
     def hand_on_gradients(self) -> None:
         """Gradients of inputs are the tangents of the graph before, which counts them as its own."""
-        for primal, value in zip(self.graph.primals, self.graph.gradients, strict=False):
+        for primal, value in self.graph.with_gradients():
             if value is not None and self.graph.values[primal].role is not Role.PARAMETER:
                 self._unbind(value)
 

@@ -106,7 +106,7 @@ def gradients_passed_on(graph: Graph) -> int:
     """Gradients of inputs: the graph before counts them as its tangents."""
     return sum(
         graph.values[gradient].bytes
-        for primal, gradient in zip(graph.primals, graph.gradients, strict=False)
+        for primal, gradient in graph.with_gradients()
         if gradient is not None and graph.values[primal].role is not Role.PARAMETER
     )
 
