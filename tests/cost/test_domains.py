@@ -63,6 +63,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "index_add": (lambda x, i: torch.zeros(3, 9).index_add(0, i, x), (X(20, 9), integers(3, 20))),
     "advanced_index": (lambda x, i, j: x[i, :, j], (X(3, 9, 4), integers(3, 20), integers(4, 20))),
     "take": (lambda x, i: x.take(i), (X(3, 9), integers(27, 20))),
+    "adaptively_pooled": (lambda x: F.adaptive_max_pool2d(x * 1, 2), (X(2, 3, 8, 8),)),
     "pooled": (lambda x: F.max_pool2d(x * 1, 2), (X(2, 3, 8, 8),)),
     "unpooled": (lambda x, i: F.max_unpool2d(x, i, [2, 2]), (X(1, 2, 3, 3), integers(36, 1, 2, 3, 3))),
     "fractional": (
@@ -83,6 +84,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.cholesky is deprecated")
 @pytest.mark.parametrize("case", CASES)
 def test_every_operator_runs_on_made_up_operands(case: str) -> None:
     function, args = CASES[case]

@@ -185,6 +185,8 @@ STEPS = {
     "smooth_l1_loss": loss(F.smooth_l1_loss),
     "huber_loss": loss(F.huber_loss),
     "bce_with_logits": loss(F.binary_cross_entropy_with_logits),
+    "soft_margin_loss": loss(F.soft_margin_loss),
+    "bce": loss(lambda x, y: F.binary_cross_entropy(x.sigmoid(), y)),
     "kl_div": lambda x: F.kl_div(x.log_softmax(-1), torch.full_like(x, 0.125), reduction="batchmean"),
     "cross_entropy": lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(144, dtype=torch.int64)),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from encore.graph.sizes import LSTM_MODE, onednn_lstm_workspace, true_bytes
+from encore.graph.values import Ref, Value
 
 
 @pytest.mark.parametrize("hidden", [1, 16, 33, 64, 128, 256])
@@ -50,3 +51,18 @@ def test_the_results_of_embedding_bag(mode: int, include_last_offset: bool, padd
     for position, result in enumerate(results):
         dense = result.numel() * result.element_size()
         assert result.untyped_storage().nbytes() == known.get(position, dense), position
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize(
+    "name",
+    ["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
+     "binary_cross_entropy_with_logits"],
+)  # fmt: skip
+def test_the_memory_of_a_reduced_loss(name: str, reduction: int) -> None:
+    target = getattr(torch.ops.aten, name).default
+    x, wanted = torch.rand(10, 20), torch.rand(10, 20)
+    result = target(x, wanted, reduction=reduction)
+    value = Value(0, "x", 0, (10, 20), (20, 1), torch.float32, x.untyped_storage().nbytes(), None)
+    known = true_bytes(target, (Ref(0), Ref(0)), [value], [result])
+    assert result.untyped_storage().nbytes() == known.get(0, result.numel() * 4)

@@ -101,7 +101,10 @@ def test_json_holds_the_whole_report() -> None:
     assert data.pop("encore_report") == 1
     assert not {"plan", "allocations"}.intersection(data)
     rows = tuple(DecisionRow(**{**row, "shape": tuple(row["shape"])}) for row in data.pop("decisions"))
-    graphs = tuple(GraphRow(**{**row, "rewrites": tuple(row["rewrites"])}) for row in data.pop("graphs"))
+    graphs = tuple(
+        GraphRow(**{**row, "rewrites": tuple(row["rewrites"]), "notes": tuple(row["notes"])})
+        for row in data.pop("graphs")
+    )
     data |= {key: prediction(data[key]) for key in ("planned", "unplanned")} | {"plain": tuple(data["plain"])}
     data["pareto"] = tuple(map(tuple, data["pareto"]))
     assert encore.Report(**data, decisions=rows, graphs=graphs) == report

@@ -22,6 +22,7 @@ from torch import fx
 
 from encore.capture import torch_private
 from encore.capture.call_trace import NotRepeatableError
+from encore.capture.notes import capture_notes, workspace_notes
 from encore.capture.recurrent import lifting, told_of_packing
 from encore.capture.repeats import Repeats, trace_repeats
 from encore.capture.session import CapturedGraph, PlainGraph, Session
@@ -135,6 +136,7 @@ class GraphCompilation:
         self.options = session.options
         self.module = module
         self.inputs = inputs
+        self.notes = capture_notes(module, torch_private.traced_code())
         self.name = f"graph {len(session.graphs) + len(session.plain)}"
         self.runner: GraphRunner | None = None
         self.repeats: Repeats | None = None
@@ -301,6 +303,7 @@ class GraphCompilation:
             watches=tuple(watching.values()),
             offers=() if self.session.workspaces.run else tuple(offers),
             choices=tuple(offer.told for offer in worth_having(offers)),
+            notes=(*workspace_notes(plan.schedule.graph, self.session.workspaces), *self.notes),
             lessons=self._lessons(plan) if transports and not reason and not self.number else None,
         )
         self._tell(captured)

@@ -53,6 +53,8 @@ class CapturedGraph:
     """What there was to pick from, as numbers: the step peak and the overhead of every offer."""
     stalled: dict[str, float] = field(default_factory=dict)
     """Seconds that forward and backward have stood still for transfers, when they last ran."""
+    notes: tuple[str, ...] = ()
+    """Why a promise may not hold for it."""
     lessons: LinkLessons | None = None
     """What looks at the first steps, if they move feature maps."""
 

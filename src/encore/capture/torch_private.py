@@ -13,6 +13,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -503,6 +504,11 @@ def _pin(size: Any) -> None:
         int(size)
     elif isinstance(size, torch.SymFloat):
         float(size)
+
+
+def traced_code() -> list[CodeType]:
+    """The code of every function that Dynamo has traced for the graph it is about to hand over."""
+    return torch._guards.TracingContext.get_traced_code() or []
 
 
 PACKING = ("pack_padded_sequence", "pack_sequence")

@@ -35,8 +35,8 @@ class ProbedCall:
         self.arguments: dict[str, Any] = {one.name: one.default_value for one in declared if one.has_default_value()}
         self.arguments |= {one.name: argument for one, argument in zip(declared, op.args, strict=False)}
         self.arguments |= op.kwargs
-        target = op.target
-        self.name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
+        aten = isinstance(op.target, torch._ops.OpOverload) and op.target.namespace == "aten"
+        self.name = op.target.overloadpacket.__name__ if aten else ""
 
     def shape(self, argument: str) -> tuple[int, ...]:
         given = self.arguments[argument]

@@ -58,6 +58,9 @@ class Workspaces:
         self._cache = machine_cache()
         self._known: dict[str, int] = {}
         self._kernels: dict[str, int] = {}
+        self._bounds: dict[str, str] = {}
+        """Why what is known of a call is a bound."""
+        self._bounded: weakref.WeakKeyDictionary[Graph, dict[str, str]] = weakref.WeakKeyDictionary()
         self._answers: weakref.WeakKeyDictionary[Graph, dict[int, int]] = weakref.WeakKeyDictionary()
 
     def learn(self, kernel: str, workspace: int) -> None:
@@ -90,7 +93,13 @@ class Workspaces:
         key = f"workspace {signature(graph, op)}"
         if key not in self._known:
             self._known[key] = self._ask(graph, op, key)
+        if key in self._bounds:
+            self._bounded.setdefault(graph, {})[str(op.target)] = self._bounds[key]
         return self._known[key]
+
+    def bounded(self, graph: Graph) -> dict[str, str]:
+        """Operators of a graph whose workspace is a bound although operators may be run, and why."""
+        return dict(self._bounded.get(graph, {}))
 
     def save(self) -> None:
         self._cache.save()
@@ -99,18 +108,29 @@ class Workspaces:
         cached = self._cache.get(key)
         if cached is not None:
             return int(cached)
-        if not self.run or profiler_is_running() or not can_run(graph, op):
+        if not self.run:
             return _bound(graph, op)
-        if not has_room(footprint(graph, op), cuda=on_cuda(graph, op)):
-            log.info("the workspace of %s is a bound: its operands are too large to be made up", op.target)
-            return _bound(graph, op)
-        try:
-            workspace = probe_workspace(graph, op)
-        except Exception as error:  # made-up operands may be refused; the step itself will still run
-            log.info("the workspace of %s is a bound: it could not be run (%s)", op.target, error)
+        why = self._reason_not_to_run(graph, op)
+        if not why:
+            try:
+                workspace = probe_workspace(graph, op)
+            except Exception as error:  # an operator may still reject made-up operands; the step itself will run
+                why = f"it could not be run ({error})"
+        if why:
+            log.info("the workspace of %s is a bound: %s", op.target, why)
+            self._bounds[key] = why.splitlines()[0]
             return _bound(graph, op)
         self._cache.put(key, workspace)
         return workspace
+
+    def _reason_not_to_run(self, graph: Graph, op: Op) -> str:
+        if profiler_is_running():
+            return "a profiler is running"
+        if not can_run(graph, op):
+            return "it has operands that are empty or on a device that is not here"
+        if not has_room(footprint(graph, op), cuda=on_cuda(graph, op)):
+            return "its operands are too large to be made up"
+        return ""
 
 
 def _drawn(graph: Graph, op: Op, target: object) -> int:

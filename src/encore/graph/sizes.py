@@ -23,7 +23,12 @@ PAGE = 4096
 LSTM_MODE = 2
 
 
-SHRINKING_LOSSES = (aten.mse_loss.default, aten.smooth_l1_loss.default)
+SHRINKING_LOSSES = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+)
 
 
 BAG_OF_INDEX, BAG_SIZES, INCLUDE_LAST_OFFSET = 1, 2, 7

@@ -132,6 +132,8 @@ class GraphRow:
     """How many of them were compiled for this graph: the others were there, in memory or on disk."""
     rewrites: tuple[str, ...]
     """Passes of the fused lowering that changed the graph."""
+    notes: tuple[str, ...] = ()
+    """Why the prediction, or equality with eager, may not hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,4 +466,5 @@ def _graph_row(captured: CapturedGraph) -> GraphRow:
         kernel_calls=len(fused),
         kernels_compiled=captured.kernels_compiled,
         rewrites=captured.rewrites,
+        notes=captured.notes,
     )

@@ -87,12 +87,13 @@ def _mean_density(rows: Sequence[DecisionRow], name: str) -> float:
 
 
 def _graphs(report: Report) -> str:
-    """Only where there is something to tell: several graphs, or parts that run as plain PyTorch."""
+    """Several graphs, notes on them, and parts that run as plain PyTorch; nothing if there is none of these."""
     lines = []
     if len(report.graphs) > 1:
         for graph in report.graphs:
             why = f"; ends at {graph.break_line}: {graph.break_reason}" if graph.break_reason else ""
             lines.append(f"  {graph.name}: {graph.operators} operators, peak {bytes_text(graph.step_peak)}{why}")
+    lines += [f"  note on {graph.name}: {note}" for graph in report.graphs for note in graph.notes]
     lines += [f"  plain PyTorch: {part}" for part in report.plain]
     return "\n".join(lines)
 

@@ -1,0 +1,68 @@
+"""What the report says about a graph for which a promise may not hold.
+
+- Operators whose workspace could not be measured: the prediction counts a bound.
+- Outputs that are views of inputs: AOTAutograd runs part of their backward outside the graph, where it is not counted.
+- Code that asks whether it is being compiled. Dynamo answers yes, and a model may then compute in another way than it
+  does in eager, with sums in another order. Mamba in transformers runs an associative scan instead of its loop over
+  time steps, which changes the last bits of most of its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import CodeType
+
+import torch
+from torch import fx
+
+from encore.cost import Workspaces
+from encore.graph import Graph
+
+QUESTIONS = frozenset({"is_compiling", "is_dynamo_compiling", "is_torchdynamo_compiling"})
+"""Functions that answer whether code is being compiled, by name."""
+PYTORCH = str(Path(torch.__file__).parent)
+
+
+def workspace_notes(graph: Graph, workspaces: Workspaces) -> list[str]:
+    """Notes on the operators of a planned graph."""
+    return [
+        f"the workspace of {operator} is a bound ({reason}): the measured peak may differ from the predicted one"
+        for operator, reason in workspaces.bounded(graph).items()
+    ]
+
+
+def capture_notes(module: fx.GraphModule, traced: Iterable[CodeType]) -> list[str]:
+    """Notes on a graph as Dynamo traced it, from the code of some functions."""
+    found = []
+    if views := views_of_inputs(module):
+        found.append(
+            f"{views} of its outputs are views of inputs: part of their backward runs outside the graph, and the "
+            "prediction does not count it"
+        )
+    if askers := asks_for_compilation(traced):
+        found.append(
+            f"code that asks whether it is compiled ({', '.join(askers)}) may compute in another order than in eager"
+        )
+    return found
+
+
+def views_of_inputs(module: fx.GraphModule) -> int:
+    """How many differentiable outputs of a Dynamo graph look at the memory of an input."""
+    given = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
+    owned = {_memory(tensor) for tensor in given if isinstance(tensor, torch.Tensor)} - {None}
+    (output,) = module.graph.find_nodes(op="output")
+    returned = [node.meta.get("example_value") for node in output.all_input_nodes]
+    differentiable = [one for one in returned if isinstance(one, torch.Tensor) and one.requires_grad]
+    return sum(_memory(tensor) in owned for tensor in differentiable)
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def asks_for_compilation(traced: Iterable[CodeType]) -> list[str]:
+    """Functions outside PyTorch that ask, as `file.py:function`."""
+    askers = [code for code in traced if QUESTIONS.intersection(code.co_names) and code.co_name not in QUESTIONS]
+    own = [code for code in askers if not code.co_filename.startswith(PYTORCH)]
+    return list(dict.fromkeys(f"{Path(code.co_filename).name}:{code.co_name}" for code in own))

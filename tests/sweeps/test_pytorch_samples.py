@@ -1,0 +1,89 @@
+"""PyTorch's own samples of its operators and modules at the lowest budget: eager's numbers in both lowerings.
+
+The databases are in the wheel; importing them takes `expecttest` and seconds, so they are imported only if slow tests
+are to run. A part of the sweep: `pytest tests/sweeps -k "eager and linalg"`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from left_to_pytorch import DIFFERENT_BITS, INEXACT_PEAKS, REFUSALS
+from sweeping import Outcome, Sample, module_samples, name_of, operator_samples, try_sample
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+SAMPLES = 2
+FUSED_EACH = 8
+"""One entry in so many is tried in the fused lowering as well, whose kernels take seconds to compile."""
+
+
+@functools.cache
+def databases() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Operators with a gradient in float32 on CPU, and modules, by name."""
+    flags = "__allow_nonbracketed_mutation_flag"  # importing forbids every later test to set backends' flags
+    before = getattr(torch.backends, flags)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+        from torch.testing._internal.common_modules import module_db
+    setattr(torch.backends, flags, before)
+    operators = [info for info in op_db if info.supports_autograd and torch.float32 in info.supported_dtypes("cpu")]
+    return {name_of(info): info for info in operators}, {name_of(info): info for info in module_db}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "not slow" in metafunc.config.option.markexpr:
+        metafunc.parametrize("name", [])
+        return
+    pytest.importorskip("expecttest")
+    operators, modules = map(list, databases())
+    fused = list(dict.fromkeys([*DIFFERENT_BITS, *operators[::FUSED_EACH]]))
+    names = {
+        "test_operators_in_the_eager_lowering": operators,
+        "test_modules_in_the_eager_lowering": modules,
+        "test_operators_in_the_fused_lowering": fused,
+        "test_modules_in_the_fused_lowering": modules[::FUSED_EACH],
+    }
+    metafunc.parametrize("name", names[metafunc.function.__name__])
+
+
+def samples_of(info: Any, take: Any) -> list[Sample]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: list[Sample] = take(info, SAMPLES)
+    return found
+
+
+def check(name: str, outcome: Outcome, lowering: str) -> None:
+    assert not outcome.probes, "an operator rejected operands from its domain"
+    if lowering == "fused" or name not in DIFFERENT_BITS:
+        assert not outcome.wrong
+    if outcome.tried and not outcome.planned:
+        assert any(known in outcome.reason for known in REFUSALS), outcome.reason
+    if outcome.measured and name not in INEXACT_PEAKS:
+        assert outcome.measured <= outcome.predicted
+
+
+def test_operators_in_the_eager_lowering(name: str) -> None:
+    for sample in samples_of(databases()[0][name], operator_samples):
+        check(name, try_sample(sample, "eager", measure=True), "eager")
+
+
+def test_modules_in_the_eager_lowering(name: str) -> None:
+    for sample in samples_of(databases()[1][name], module_samples):
+        check(name, try_sample(sample, "eager", measure=True), "eager")
+
+
+def test_operators_in_the_fused_lowering(name: str) -> None:
+    for sample in samples_of(databases()[0][name], operator_samples):
+        check(name, try_sample(sample, "fused"), "fused")
+
+
+def test_modules_in_the_fused_lowering(name: str) -> None:
+    for sample in samples_of(databases()[1][name], module_samples):
+        check(name, try_sample(sample, "fused"), "fused")
