@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from encore.errors import OptionError
-from encore.options import Budget, make_options, optimizer_bytes, parse_budget
+from encore.options import Budget, Lossy, make_options, optimizer_bytes, parse_budget
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,32 @@ def test_budgets_that_are_refused_say_what_is_accepted(written: Any) -> None:
         ({"lowering": "fast"}, "'eager'"),
         ({"methods": "compress"}, "'compress' is not a way to hold less; there are .*'encode'"),
         ({"methods": ()}, "names none"),
-        ({"lossy": "bits"}, "'bits' is not a codec that loses something"),
-        ({"lossy": 0.5}, "give True, False"),
+        ({"lossy": "bits"}, "'bits' is not a lossy codec; there are .*'fp16'"),
+        ({"lossy": 0}, "lossy=0 is not a bound on the relative gradient error; give True, False"),
+        ({"lossy": 1}, "between 0 and 1"),
+        ({"lossy": -0.01}, "between 0 and 1"),
+        ({"lossy": float("nan")}, "between 0 and 1"),
+        ({"lossy": float("inf")}, "between 0 and 1"),
+        ({"lossy": "0.05"}, "'0.05' is not a lossy codec"),
+        ({"lossy": {"fp16": 0.1}}, "give True, False"),
+        ({"lossy_check": -1}, "a number of steps, or 0"),
+        ({"lossy_check": 1.5}, "a number of steps, or 0"),
         ({"optimizer": "Adam"}, "not a torch.optim.Optimizer"),
     ],
 )
 def test_options_that_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         make_options(given)
+
+
+def test_lossy_is_a_bound_or_names() -> None:
+    every = make_options({"lossy": True}).lossy
+    assert every.bound == 0.01
+    assert make_options({"lossy": 0.05}).lossy == Lossy(every.codecs, 0.05)
+    assert make_options({"lossy": False}).lossy == make_options({}).lossy == Lossy()
+    assert make_options({"lossy": ("int8", "fp16")}).lossy == Lossy(("fp16", "int8"))
+    assert make_options({"lossy": "fp8"}).lossy == Lossy(("fp8_e4m3", "fp8_e5m2"))
+    assert not make_options({}).lossy
 
 
 def test_what_is_not_given_is_the_default() -> None:

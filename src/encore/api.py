@@ -34,8 +34,10 @@ def compile(model: Model | None = None, **options: Any) -> Any:
     Options: `budget` (bytes, "2GiB", "60%", "min") bounds resident + step_peak and takes the fastest plan that fits;
     `overhead` (default 0.05) takes the smallest peak within that extra time; `plan` uses one made before; `keep` names
     modules to leave alone; `methods` names what may be done with feature maps ("recompute", "encode", "stash"); `lossy`
-    allows codecs that lose something; `tiers` names where they may go ("disk"); `optimizer` or `resident` count bytes
-    that live beside the step; `lowering`, `skip`, `recompile_limit`: see `encore.options.Options`.
+    allows lossy codecs within a bound on the relative gradient error (True: 0.01), or by name without one, and
+    `lossy_check` measures that error again every so many steps; `tiers` names where they may go ("disk"); `optimizer`
+    or `resident` count bytes that live beside the step; `lowering`, `skip`, `recompile_limit`: see
+    `encore.options.Options`.
     """
     checked = make_options(options)
     if model is None:

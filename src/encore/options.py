@@ -95,6 +95,21 @@ def _parse_budget_text(text: str) -> Budget:
     return Budget(bytes=int(number * UNITS[unit]))
 
 
+DEFAULT_GRADIENT_ERROR = 0.01
+
+
+@dataclass(frozen=True)
+class Lossy:
+    """The lossy codecs that a planner may use, and the bound on the gradient error that they may cause."""
+
+    codecs: tuple[str, ...] = ()
+    bound: float | None = None
+    """Largest relative gradient error on the first batch (`cost/gradient_error.py` defines it); None: no bound."""
+
+    def __bool__(self) -> bool:
+        return bool(self.codecs)
+
+
 @dataclass(frozen=True)
 class Options:
     """How a model is compiled. Either `budget` or `overhead` steers the plan, never both."""
@@ -124,8 +139,14 @@ class Options:
     methods: tuple[str, ...] = METHODS
     """What may become of feature maps that are not kept, out of `METHODS`."""
 
-    lossy: tuple[str, ...] = ()
-    """Codecs that may be used though they do not give the very bits back; `lossy=True` allows every one there is."""
+    lossy: Lossy = Lossy()
+    """Lossy codecs. `lossy=0.05` allows those whose measured effect on the gradients of the first batch stays within a
+    relative error of 0.05, `lossy=True` within `DEFAULT_GRADIENT_ERROR`; names of codecs allow these, without a
+    bound."""
+
+    lossy_check: int = 0
+    """Measure the gradient error of lossy codecs again every so many steps, on the batch of that step; 0: only at the
+    first."""
 
     tiers: tuple[str | Tier, ...] = ()
     """Where feature maps may go between forward and backward: "disk", "host" (from a GPU), or tiers made before."""
@@ -153,6 +174,7 @@ def make_options(given: Mapping[str, Any]) -> Options:
     _check_number(chosen, "overhead", float, 0, "a fraction of at least 0, such as 0.05")
     _check_number(chosen, "resident", int, 0, "bytes, at least 0")
     _check_number(chosen, "recompile_limit", int, 1, "a count of at least 1")
+    _check_number(chosen, "lossy_check", int, 0, "a number of steps, or 0 for never")
     if chosen.get("lowering", LOWERINGS[0]) not in LOWERINGS:
         raise OptionError(f"lowering={chosen['lowering']!r} does not exist; it can be {listed(LOWERINGS)}")
     if "skip" in chosen:
@@ -197,20 +219,33 @@ def _methods(given: Any) -> tuple[str, ...]:
     return tuple(name for name in METHODS if name in names)
 
 
-def _lossy(given: Any) -> tuple[str, ...]:
-    """Names of codecs that lose something, checked; one may be given by itself, True means all."""
+ACCEPTED_LOSSY = "True, False, a bound on the relative gradient error between 0 and 1, such as 0.01, or names of codecs"
+
+
+def _lossy(given: Any) -> Lossy:
+    """A bound on the gradient error, or names of lossy codecs; a name may be given by itself, and "fp8" is short for
+    every format whose name begins with it."""
     from encore.codecs import CODECS
 
+    if isinstance(given, Lossy):
+        return given
     known = tuple(name for name, codec in CODECS.items() if not codec.lossless)
     if isinstance(given, bool):
-        return known if given else ()
+        return Lossy(known, DEFAULT_GRADIENT_ERROR) if given else Lossy()
+    if isinstance(given, int | float):
+        if not 0 < given < 1:  # NaN, too
+            raise OptionError(f"lossy={given!r} is not a bound on the relative gradient error; give {ACCEPTED_LOSSY}")
+        return Lossy(known, float(given))
     names = (given,) if isinstance(given, str) else given
     if not isinstance(names, list | tuple | set | frozenset):
-        raise OptionError(f"lossy={given!r} is not accepted; give True, False, or some of {listed(known)}")
+        raise OptionError(f"lossy={given!r} is not accepted; give {ACCEPTED_LOSSY}: {listed(known)}")
+    chosen: set[str] = set()
     for name in names:
-        if name not in known:
-            raise OptionError(f"lossy={name!r} is not a codec that loses something; there are {listed(known)}")
-    return tuple(name for name in known if name in names)
+        meant = {one for one in known if one == name or one.startswith(f"{name}_e")}
+        if not meant:
+            raise OptionError(f"lossy={name!r} is not a lossy codec; there are {listed(known)}")
+        chosen |= meant
+    return Lossy(tuple(name for name in known if name in chosen))
 
 
 def _tiers(given: Any) -> tuple[str | Tier, ...]:

@@ -12,16 +12,20 @@ import dataclasses
 import functools
 import gc
 import logging
+import math
 import os
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from encore.capture import torch_private
+from encore.capture.bounded_codecs import BoundedCodecs
 from encore.capture.call_trace import NotRepeatableError
+from encore.capture.lossy_check import LossyCheck, has_lossy_codes
 from encore.capture.notes import capture_notes, workspace_notes
 from encore.capture.recurrent import lifting, told_of_packing
 from encore.capture.repeats import Repeats, trace_repeats
@@ -31,6 +35,7 @@ from encore.capture.variants import GraphRunner, Used, Variant
 from encore.capture.watch import watches
 from encore.codecs import CODECS, Densities, Share
 from encore.cost import LinkLessons, densities, may_be_narrow, may_be_sparse, time_kernels
+from encore.cost.gradient_error import GradientError
 from encore.errors import BudgetError, EncoreError, IllegalGraphError, PlanError
 from encore.graph import Graph, Primal, UnsupportedGraphError, build_graph, verify_graph
 from encore.lower import FusedPlan, fuse_plan, kernel_store, kernels_of, lower
@@ -51,6 +56,7 @@ from encore.plan import (
     will_do,
     worth_having,
 )
+from encore.plan.saved import fingerprint
 from encore.rewrite import Judge, find_heads, rewrite, split_head
 from encore.schedule import Choice, Schedule
 from encore.schedule.recompute import made_by, recomputable
@@ -152,6 +158,9 @@ class GraphCompilation:
         """Why the graph ended before the model did, and where."""
         self.before: list[CapturedGraph] = []
         """The graphs of the step up to this one."""
+        self.bounded: BoundedCodecs | None = None
+        self.lossy_error: GradientError | None = None
+        """The error of the plan's lossy codecs, measured while it was chosen."""
         self.started = time.perf_counter()
         since = session.waiting_since
         self.seconds: dict[str, float] = {} if since is None else {"dynamo": self.started - since}
@@ -163,6 +172,7 @@ class GraphCompilation:
         finally:  # PyTorch keeps the callbacks, and they this object; it must not keep the user's parameters
             self.inputs = ()
             self.primals = []
+            self.bounded = None
             self.repeats = None
             self.module = fx.GraphModule({}, fx.Graph())
 
@@ -266,7 +276,7 @@ class GraphCompilation:
                 self._lap("facts")
                 variant = self._plan(joint, graph, used)
         finally:
-            self.primals, self.before = [], []
+            self.primals, self.before, self.bounded = [], [], None
         session.graphs[self.number] = variant.captured
         return variant
 
@@ -274,6 +284,7 @@ class GraphCompilation:
         verify_graph(graph)
         self._lap("verify")
         reason, line = self.ended
+        self.bounded, self.lossy_error = None, None
         with torch_private.real_tensors():
             with _collector_paused():
                 unplanned = keep_everything(graph, self.session.workspaces, outputs_outlive=not reason)
@@ -304,6 +315,7 @@ class GraphCompilation:
             offers=() if self.session.workspaces.run else tuple(offers),
             choices=tuple(offer.told for offer in worth_having(offers)),
             notes=(*workspace_notes(plan.schedule.graph, self.session.workspaces), *self.notes),
+            lossy_check=self._lossy_check(graph, plan, fused) if self.session.workspaces.run else None,
             lessons=self._lessons(plan) if transports and not reason and not self.number else None,
         )
         self._tell(captured)
@@ -385,6 +397,7 @@ class GraphCompilation:
             methods=allowed_methods(self.options),
             links=None if reference is None else reference.links,
             densities=None if reference is None else reference.densities,
+            admitted=None if reference is None else reference.admitted,
             reference=reference,
         )
 
@@ -420,8 +433,80 @@ class GraphCompilation:
         self.session.seconds.settle(planner.runs.schedule)
         planner.links = self.session.links
         planner.densities = self._densities(planner)
+        if self.session.workspaces.run and options.lossy.bound is not None and "encode" in options.methods:
+            self._admit_lossy(unplanned, planner, options.lossy.bound)
+        return self._menu(planner)
+
+    def _menu(self, planner: Planner) -> list[Offer]:
         forms = [self._in_slices(planner, slices) for slices in SLICES]
         return menu([form for form in forms if form is not None])
+
+    def _admit_lossy(self, unplanned: Plan, planner: Planner, bound: float) -> None:
+        """Restrict the planner to lossy codecs whose measured effect on the gradients stays within the bound."""
+        options = self.options
+        limit = math.inf
+        if options.budget is not None and not options.budget.is_floor:
+            whole = unplanned.timeline.resident + unplanned.timeline.step_peak + options.resident
+            limit = options.budget.resolve(whole) - unplanned.timeline.resident - options.resident
+        name, sent = fingerprint(unplanned.schedule.graph), list[torch.Tensor]()
+        if name in self.session.sent_tangents:
+            sent, self.session.sent_tangents[name] = self.session.sent_tangents[name], []
+        self.bounded = BoundedCodecs(planner, self.primals, self._share_of(bound), limit, sent)
+        planner.admitted = self.bounded.admitted()
+        if self.bounded.why_none:
+            warnings.warn(
+                f"encore: {self.name} uses no lossy codecs: their effect on the gradients cannot be measured, since "
+                f"{self.bounded.why_none}; lossy= with names of codecs allows them without a bound",
+                stacklevel=2,
+            )
+
+    def _lossy_check(self, captured: Graph, plan: Plan, fused: FusedPlan) -> LossyCheck | None:
+        """What measures the gradient error of a plan with lossy codecs when it runs."""
+        options = self.options
+        if not has_lossy_codes(plan):
+            return None
+        bound = None if options.lossy.bound is None else self._share_of(options.lossy.bound)
+        session, name = self.session, fingerprint(captured)
+
+        def plan_again(tangents: list[torch.Tensor]) -> bool:
+            fixed = session.one_graph or options.plan is not None or torch_private.has_ranks()
+            if fixed or name in session.sent_tangents:
+                return False
+            session.sent_tangents[name] = [tangent.detach().clone() for tangent in tangents]
+            session.plan_again = True
+            return True
+
+        return LossyCheck(
+            self.name,
+            plan,
+            fused.kernels,
+            bound=bound,
+            every=options.lossy_check,
+            planned=self.lossy_error,
+            plan_again=plan_again,
+        )
+
+    def _share_of(self, bound: float) -> float:
+        """What one graph may use of the bound. Errors of a later graph's input gradients pass on to earlier graphs, so
+        shares add up: a half for the first graph of a step that breaks, a quarter for the second, and so on; the last
+        takes what is left."""
+        return bound * 0.5 ** (len(self.before) + bool(self.ended[0]))
+
+    def _within_bound(self, planner: Planner, offer: Offer, offers: list[Offer]) -> bool:
+        """Does the plan keep the bound on the gradient error? Otherwise the offers are made anew, with fewer and better
+        codecs."""
+        bounded, plan = self.bounded, offer.separate
+        if bounded is None or all(CODECS[one.codec].lossless for one in plan.choice.encode):
+            return True
+        found = bounded.error_of(plan)
+        if found is not None and found.relative <= bounded.bound:
+            self.lossy_error = found
+            return True
+        log.info("%s: a plan with a gradient error of %s is dropped", self.name, found)
+        planner.admitted = bounded.tightened(math.inf if found is None else found.relative)
+        with _collector_paused():
+            offers[:] = self._menu(planner)
+        return False
 
     def _lessons(self, plan: Plan) -> LinkLessons | None:
         """Whoever learns from the steps of this plan how fast its tier is: one tier, and seconds that a processor
@@ -455,7 +540,7 @@ class GraphCompilation:
         form = self._in_slices(planner, plan.slices)
         if form is None:
             raise PlanError(f"the plan takes heads in {plan.slices} slices, and this graph has none; plan anew")
-        lossy, tiers = self.options.lossy, planner.links
+        lossy, tiers = self.options.lossy.codecs, planner.links
         return form.given(plan.choice(captured, form.graph, lossy=lossy, tiers=tiers))
 
     def _pick(self, unplanned: Plan, planner: Planner, offers: list[Offer]) -> FusedPlan:
@@ -467,6 +552,8 @@ class GraphCompilation:
                 mine = offers[0]
                 if options.plan is None:
                     mine = choose(offers, options, unplanned=unplanned, earlier=earlier)
+            if options.plan is None and not self._within_bound(planner, mine, offers):
+                continue
             offer = self._as_other_ranks(unplanned.schedule.graph, planner, mine)
             self._lap("plan")
             if planner.fuse is None:

@@ -24,12 +24,20 @@ class CompiledCall:
         functools.update_wrapper(self, plain, updated=())
         self.plain = plain
         self.session = session
-        self._planned = torch_private.dynamo_compile(plain, GraphCompiler(session), session.options.recompile_limit)
+        self._planned = self._compile()
         self._told_it_ran_plain = False
+
+    def _compile(self) -> Callable[..., Any]:
+        """Dynamo's callable. A new backend has no graphs yet, so everything is planned anew."""
+        session = self.session
+        return torch_private.dynamo_compile(self.plain, GraphCompiler(session), session.options.recompile_limit)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
+        if self.session.plan_again:
+            self.session.plan_again = False
+            self._planned = self._compile()
         self.session.begin_call()
         forwards_before = self.session.forwards_run
         with torch_private.whole_graphs(), running(self.session.between):

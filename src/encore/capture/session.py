@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from encore.capture.lossy_check import LossyCheck
 from encore.capture.recurrent import Between, between_graphs
 from encore.capture.watch import CodeWatch
 from encore.cost import LinkLessons, Seconds, Workspaces, assumed_link, known_link, link_to
@@ -55,6 +56,8 @@ class CapturedGraph:
     """Seconds that forward and backward have stood still for transfers, when they last ran."""
     notes: tuple[str, ...] = ()
     """Why a promise may not hold for it."""
+    lossy_check: LossyCheck | None = None
+    """What measures the gradient error of its lossy codecs, if it has some."""
     lessons: LinkLessons | None = None
     """What looks at the first steps, if they move feature maps."""
 
@@ -115,6 +118,10 @@ class Session:
         by number. It is the same for inputs of other sizes."""
         self.learns_gradients = True
         """Do the backwards that run now belong to training?"""
+        self.sent_tangents: dict[str, list[torch.Tensor]] = {}
+        """By fingerprint of a graph that is to be planned again: the gradients that its outputs were sent."""
+        self.plan_again = False
+        """Is the next call to be planned anew?"""
         self.born = next(_births)
         self.last_step_number = -1
         self._step: list[CapturedGraph] = []

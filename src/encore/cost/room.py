@@ -12,6 +12,8 @@ SHARE = 4
 """Nor may they take more than one part in so many of the memory that is free."""
 UNKNOWN_BYTES = 2 << 30
 """Taken to be free where the system does not tell."""
+STEP_SHARE = 0.9
+"""Share of the free memory that a step which is run for a measurement may take."""
 CACHE_BYTES = 64 << 20
 """Operands together larger than this find no cache that would keep them from one call to the next."""
 
@@ -35,3 +37,12 @@ def _available() -> int:
         return UNKNOWN_BYTES
     kilobytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
     return UNKNOWN_BYTES if kilobytes is None else int(kilobytes) << 10
+
+
+def step_has_room(footprint: int, *, cuda: bool) -> bool:
+    """May a step that takes so many bytes run now, beyond what is allocated already?"""
+    free = _available()
+    if cuda:
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        free = torch.cuda.mem_get_info()[0] + cached
+    return footprint <= STEP_SHARE * free

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from encore.codecs import CODECS, Codec, Densities
 from encore.graph import Graph
 from encore.graph.tier_ops import LoadFrom, StoreTo
+from encore.plan.admission import Admitted
 from encore.plan.decisions import Decision, Encode, Keep, Offload, Recompute, Stash
 from encore.plan.offer import Fuse, Offer, by_methods, worth_having
 from encore.plan.plan import Plan, feature_maps
@@ -63,6 +64,7 @@ class Planner:
         methods: Methods | None = None,
         links: Mapping[str, Link] | None = None,
         densities: Densities | None = None,
+        admitted: Admitted | None = None,
         reference: Planner | None = None,
     ) -> None:
         self.kept = kept
@@ -78,6 +80,8 @@ class Planner:
         """The tiers that feature maps may go to, by name."""
         self.densities = densities or {}
         """What is known of the data."""
+        self.admitted = admitted
+        """The lossy codecs that it may use, and for which activations; None: all of its methods, for any."""
         self.reference = reference or self
         """The planner of the graph as it is, where this one's has been rewritten to hold less."""
 
@@ -120,20 +124,20 @@ class Planner:
             narrower = [search for other, search in done if other.within(methods)]
             if not sketch.offers_more_than(search.sketch for search in narrower):
                 continue
-            proposed = self._proposed if sketch.droppable and not (large and narrower) else ()
+            proposed = self.proposed if sketch.droppable and not (large and narrower) else ()
             search = Search(sketch, narrower)
             search.run(sketch.numbers(values) for values in proposed)
             done.append((methods, search))
             yield methods, search
 
     @functools.cached_property
-    def _proposed(self) -> list[frozenset[int]]:
+    def proposed(self) -> list[frozenset[int]]:
         """By strategies."""
         return [strategy(self.graph) for strategy in STRATEGIES.values()]
 
     def stand_ins(self, values: Collection[int], methods: Methods) -> list[StandIn]:
         """What may be held in the place of these values."""
-        codes = encodings(self.graph, values, methods.codecs, self.seconds, self.densities)
+        codes = encodings(self.graph, values, methods.codecs, self.seconds, self.densities, self.admitted)
         found: list[StandIn] = [*codes]
         if methods.stash and not self.exact:
             found += stashes(self.graph, values, self.seconds, self.workspace)

@@ -90,7 +90,7 @@ class GraphPlan:
     @property
     def fingerprint(self) -> str:
         """A name for the graph it belongs to."""
-        return hashlib.sha256("\n".join(self.operators).encode()).hexdigest()[:24]
+        return _digest(self.operators)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -220,6 +220,15 @@ def describe(graph: Graph) -> tuple[str, ...]:
         shapes = ", ".join(str(list(graph.values[value].shape)) for value in op.writes if value is not None)
         lines.append(f"{op.name} = {op.target}({reads}) -> {shapes}")
     return tuple(lines)
+
+
+def fingerprint(graph: Graph) -> str:
+    """A name for a captured graph, the same as that of its plans."""
+    return _digest(describe(graph))
+
+
+def _digest(operators: tuple[str, ...]) -> str:
+    return hashlib.sha256("\n".join(operators).encode()).hexdigest()[:24]
 
 
 def _difference(planned: tuple[str, ...], found: tuple[str, ...]) -> str:

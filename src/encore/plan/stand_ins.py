@@ -23,6 +23,7 @@ from encore.graph import Graph, Op, Role, Storage, Value
 from encore.graph.ops import classify
 from encore.graph.values import Ref, block_bytes, span_bytes
 from encore.options import Options
+from encore.plan.admission import Admitted
 from encore.schedule import Encoded, Fused, Link, Offloaded, Stashed
 from encore.schedule.recompute import owned
 from encore.schedule.simulate import Workspace
@@ -190,22 +191,30 @@ def allowed_methods(options: Options) -> Methods:
     encode = "encode" in options.methods
     return Methods(
         recompute="recompute" in options.methods,
-        codecs=tuple(name for name, codec in CODECS.items() if encode and (codec.lossless or name in options.lossy)),
+        codecs=tuple(
+            name for name, codec in CODECS.items() if encode and (codec.lossless or name in options.lossy.codecs)
+        ),
         stash="stash" in options.methods,
     )
 
 
 def encodings(
-    graph: Graph, values: Collection[int], codecs: Collection[str], seconds: Seconds, densities: Densities
+    graph: Graph,
+    values: Collection[int],
+    codecs: Collection[str],
+    seconds: Seconds,
+    densities: Densities,
+    admitted: Admitted | None = None,
 ) -> list[Encoding]:
     """The codes on offer for these values: of the codecs that take them and save something, each that is smaller than
-    the faster ones."""
+    the faster ones. Of lossy ones only those that are `admitted`, if that is restricted."""
     prices = _Prices(seconds)
     found = []
     for value in sorted(owned(graph).intersection(values)) if codecs else ():
         codes = [
             Encoding(Encoded(value, codec.name, size), *prices(graph, value, codec, size))
             for codec, size in codes_of(graph, value, codecs, densities)
+            if codec.lossless or admitted is None or (graph.values[value].name, codec.name) in admitted
         ]
         least: int | None = None
         for code in sorted(codes, key=lambda code: (code.seconds, code.encoded.bytes)):

@@ -113,6 +113,28 @@ class DecisionRow:
 
 
 @dataclass(frozen=True, slots=True)
+class LossyRow:
+    """What lossy codecs may do to the gradients, and what they do. Errors are relative, over all parameters together:
+    `encore.cost.gradient_error` has the definition."""
+
+    bound: float | None
+    """Largest gradient error that codecs were chosen for; None: codecs were named, without a bound."""
+    error: float | None
+    """The largest gradient error that was measured; of a step of several graphs, the sum of theirs. None: not yet."""
+    largest: float | None
+    """The largest error of a single parameter in these measurements."""
+    checks: tuple[tuple[int, float], ...] = ()
+    """Steps that were checked, counted from 0, with their gradient errors; of the first graph that has lossy codecs."""
+    why_not: str = ""
+    """Why there is no measurement, or why the latest one could not be made."""
+
+    @property
+    def holds(self) -> bool | None:
+        """Is every measured error within the bound? None where there is no bound or no measurement."""
+        return None if self.bound is None or self.error is None else self.error <= self.bound
+
+
+@dataclass(frozen=True, slots=True)
 class GraphRow:
     """One graph of the step; a model that breaks has several."""
 
@@ -166,6 +188,8 @@ class Report:
     """The part of `resident` that `resident=` or `optimizer=` added."""
     stalled: float | None = None
     """Seconds that the latest step did stand still for transfers; None before a step that has some."""
+    lossy: LossyRow | None = None
+    """The gradient error of lossy codecs; None where none were allowed."""
 
     @classmethod
     def of(
@@ -195,6 +219,7 @@ class Report:
             allocations=allocations_of(plans),
             beside=options.resident,
             stalled=_stalled(graphs),
+            lossy=_lossy(distinct, options),
         )
 
     @property
@@ -381,6 +406,29 @@ def _predict(plans: Sequence[Plan], beside: int) -> Prediction:
 def _stalled(graphs: Sequence[CapturedGraph]) -> float | None:
     moving = [graph for graph in graphs if graph.plan.choice.offload and "backward" in graph.stalled]
     return sum(sum(graph.stalled.values()) for graph in moving) if moving else None
+
+
+def _lossy(graphs: Sequence[CapturedGraph], options: Options) -> LossyRow | None:
+    """Errors of later graphs pass on to earlier ones through the gradients of their inputs: to first order they add."""
+    if not options.lossy:
+        return None
+    using = [graph for graph in graphs if any(not CODECS[one.codec].lossless for one in graph.plan.choice.encode)]
+    checks = [graph.lossy_check for graph in using if graph.lossy_check is not None]
+    errors = [check.error for check in checks if check.error is not None]
+    why_not = next((check.why_not for check in checks if check.why_not), "")
+    if not using:
+        return LossyRow(options.lossy.bound, 0.0, 0.0)
+    if not checks:
+        return LossyRow(options.lossy.bound, None, None, why_not="an estimate runs nothing, so no error is measured")
+    if len(errors) < len(checks):
+        return LossyRow(options.lossy.bound, None, None, why_not=why_not or "no step has run its backward yet")
+    return LossyRow(
+        bound=options.lossy.bound,
+        error=sum(one.relative for one in errors),
+        largest=max(one.largest for one in errors),
+        checks=tuple((step, one.relative) for step, one in checks[0].measured.items()),
+        why_not=why_not,
+    )
 
 
 def _overhead(plans: Sequence[Plan]) -> float:

@@ -14,7 +14,7 @@ from encore.codecs import CODECS, Share
 from encore.units import bytes_text
 
 if TYPE_CHECKING:
-    from encore.report.report import DecisionRow, Report
+    from encore.report.report import DecisionRow, LossyRow, Report
 
 WIDTH = 118
 LISTED_ROWS = 40
@@ -79,6 +79,22 @@ def _codes(report: Report) -> Iterator[str]:
         if errors and bounds:
             off = f", off by at most {max(bounds):.2g} of the largest number, {max(errors):.2g} at the first step"
         yield f"  lossy             {code} in the place of {len(rows)} feature maps{off}"
+    if report.lossy is not None:
+        yield f"  gradient error    {gradient_error_text(report.lossy)}"
+
+
+def gradient_error_text(lossy: LossyRow) -> str:
+    """The measured gradient error of lossy codecs next to its bound."""
+    bound = "no bound" if lossy.bound is None else f"bound {lossy.bound:.3g}"
+    if lossy.error is None:
+        return f"not measured ({lossy.why_not}); {bound}"
+    if lossy.error == 0:
+        return f"0, no lossy codec is used; {bound}"
+    single = "" if lossy.largest is None else f"; {lossy.largest:.3g} for a single parameter at most"
+    often = f" in {len(lossy.checks)} steps" if len(lossy.checks) > 1 else " on the first batch"
+    missed = "" if lossy.holds is not False else ": MISSED"
+    skipped = f"; the latest check could not be made: {lossy.why_not}" if lossy.why_not else ""
+    return f"{lossy.error:.3g} measured{often}, {bound}{missed}{single}{skipped}"
 
 
 def _mean_density(rows: Sequence[DecisionRow], name: str) -> float:

@@ -1,0 +1,314 @@
+"""Lossy codecs for one graph, chosen by their measured effect on the gradients of the first batch.
+
+1. **Layer by layer.** The step runs once as it is, for the exact gradients. Then it runs once for every group of like
+   activations (same operator and shape, module paths alike up to numbers) with these in a probe codec, and the error of
+   the gradients is noted. While it runs, every other codec is tried on a sample of the activations: to first order the
+   error of the gradients is proportional to that of the activation, so one run prices all codecs of a group.
+2. **Together.** `plan/admission.py` picks the pairs of activation and codec whose errors, added in quadrature, stay
+   within the bound. One run with all of them, the worst codec of each, says what they do together; the allowance
+   shrinks until that holds, and grows once or twice if there is much to spare.
+3. **As planned.** The plan that the planner makes of these pairs is measured again: what is recomputed from a lossy
+   code is off as well. If it misses the bound, the allowance shrinks and the planner starts over.
+
+Steps run operator by operator, on the tensors that the step was called with, and everything is kept for them where that
+fits into the budget and the free memory; otherwise one of the strategies' proposals is recomputed. Effort is bounded:
+`MOST_RUNS` groups, fewer if a step takes long (then groups are coarser).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from encore.capture.torch_private import real_tensors
+from encore.codecs import CODECS, Codec
+from encore.cost.gradient_error import (
+    GradientError,
+    Gradients,
+    extra_bytes,
+    gradient_bytes,
+    gradient_error,
+    lossy_codec,
+    lower_in_memory,
+    made_up_tangents,
+    run_gradients,
+    why_unmeasurable,
+)
+from encore.cost.room import step_has_room
+from encore.plan import Plan, Planner, feature_maps
+from encore.plan.admission import Admitted, LossyCandidate, admit, worst_of
+from encore.plan.stand_ins import codes_of
+from encore.progress import progress
+from encore.schedule import Choice, Encoded, Schedule, carry_out, schedule_step
+from encore.schedule.recompute import owned
+
+log = logging.getLogger("encore")
+
+MARGIN = 0.95
+"""Share of the bound that is used up on purpose: the step as it runs rounds a little differently."""
+SHRINK = 0.8
+"""Errors shrink a little less than the allowance does."""
+MUCH_TO_SPARE = 0.6
+"""Share of the bound below which a measured error calls for a larger allowance."""
+MOST_ROUNDS = 8
+MOST_GROWN = 2
+MOST_RUNS = 32
+"""Runs of the step, one a group of activations."""
+MOST_SECONDS = 60.0
+FEWEST_RUNS = 8
+LONG_SECONDS = 5.0
+"""Measurements that take longer show a progress bar, if there is a terminal."""
+PROBES = ("int8", "fp8_e4m3", "fp10", "bf16", "fp16")
+"""Codecs by which groups are measured, best first: noise that is large against rounding and small against one."""
+SAMPLE, CHUNKS = 1 << 15, 4
+"""Elements of an activation on which codecs are tried: so many, in so many places."""
+SHARED_SCALES = ("int8", "int4")
+"""Formats in which the error of an element depends on those next to it."""
+NUMBER = re.compile(r"\d+")
+
+
+class BoundedCodecs:
+    """Admits pairs of activation and lossy codec whose measured gradient error stays within a bound."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        primals: Sequence[Any],
+        bound: float,
+        limit: float = math.inf,
+        tangents: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.planner = planner
+        self.primals = [one.detach() if isinstance(one, torch.Tensor) else one for one in primals]
+        self.bound = bound
+        self.limit = limit
+        """Bytes that a measurement should take at most, if it can."""
+        self.allowed = MARGIN * bound
+        self.candidates: list[LossyCandidate] = []
+        self.sizes: dict[tuple[str, str], int] = {}
+        self.tangents = list(tangents)
+        """Gradients of the outputs: those of a step that has run, or made up."""
+        self.why_none = why_unmeasurable(planner.graph, primals)
+        """Why no lossy codec can be used, if so."""
+        self.rounds = 0
+
+    def admitted(self) -> Admitted:
+        """The pairs that a planner may use. None is admitted where nothing can be measured."""
+        with self._measuring():
+            if not self.why_none:
+                self.tangents = self.tangents or made_up_tangents(self.planner.graph)
+                base = self._base()
+                if not self.why_none:
+                    self._price(base)
+                    return self._verified(base)
+        return frozenset()
+
+    def tightened(self, measured: float) -> Admitted:
+        """The pairs to plan with after a plan has missed the bound with this error."""
+        self.rounds += 1
+        shrunk = SHRINK * MARGIN * self.bound / measured if math.isfinite(measured) else 0.0
+        self.allowed *= min(SHRINK, shrunk)
+        return admit(self.candidates, self.allowed) if self.rounds < MOST_ROUNDS else frozenset()
+
+    def error_of(self, plan: Plan) -> GradientError | None:
+        """The error of a plan that runs operator by operator; None where there is no room to measure it."""
+        graph = plan.schedule.graph
+        need = plan.timeline.step_peak + extra_bytes(graph) + 2 * gradient_bytes(graph)
+        if not step_has_room(need, cuda=self._cuda()):
+            return None
+        with self._measuring():
+            exact = self._run(plan.schedule, exact=True)
+            return gradient_error(graph, exact, self._run(plan.schedule, exact=False))
+
+    # -- runs --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _measuring(self) -> Iterator[None]:
+        with real_tensors():
+            yield
+
+    def _cuda(self) -> bool:
+        return any(isinstance(primal, torch.Tensor) and primal.is_cuda for primal in self.primals)
+
+    def _run(
+        self, schedule: Schedule, *, exact: bool, watches: Mapping[int, Callable[..., Any]] | None = None
+    ) -> Gradients:
+        lowered = lower_in_memory(schedule, exact=exact, watches=watches)
+        return run_gradients(schedule.graph, lowered, self.primals, self.tangents)
+
+    def _base(self) -> frozenset[int]:
+        """What is recomputed while codecs are measured: nothing, or as little as has room."""
+        planner = self.planner
+        beside = 2 * gradient_bytes(planner.graph)
+        found = [(planner.kept.timeline.step_peak + beside, frozenset[int]())]
+        if found[0][0] > self.limit or not step_has_room(found[0][0], cuda=self._cuda()):
+            plans = ((planner.plan(Choice(values)), values) for values in planner.proposed)
+            found += [(plan.timeline.step_peak + beside, values) for plan, values in plans]
+        within = [one for one in found if one[0] <= self.limit]
+        need, values = max(within, key=lambda one: one[0]) if within else min(found, key=lambda one: one[0])
+        if not step_has_room(need, cuda=self._cuda()):
+            self.why_none = "there is too little free memory to measure them in"
+        return values
+
+    def _encoding(self, base: Collection[int], encode: Collection[Encoded]) -> Schedule:
+        kept = frozenset(base) - {one.value for one in encode}
+        choice = Choice(recompute=kept, encode=frozenset(encode))
+        return schedule_step(
+            carry_out(self.planner.graph, choice, exact=self.planner.exact) if choice else self.planner.graph
+        )
+
+    # -- layer by layer ----------------------------------------------------------------------------------------------
+
+    def _price(self, base: frozenset[int]) -> None:
+        """Measure the error of every candidate."""
+        began = time.perf_counter()
+        self.exact = self._run(self._encoding(base, ()), exact=True)
+        seconds = time.perf_counter() - began
+        runs = int(min(MOST_RUNS, max(FEWEST_RUNS, MOST_SECONDS / max(seconds, 1e-6))))
+        groups = self._groups(self._codes(), runs)
+        long = seconds * len(groups) > LONG_SECONDS
+        with progress("measuring lossy codecs", len(groups), lines=False) if long else _silent() as advance:
+            for group in groups:
+                self._price_group(base, group)
+                advance("")
+
+    def _codes(self) -> dict[int, list[tuple[Codec, int]]]:
+        """The lossy codes, with their bytes, of every activation that is large enough to matter."""
+        planner, ours = self.planner, owned(self.planner.graph) - self.planner.frozen
+        found = {}
+        for value in feature_maps(planner.kept.schedule):
+            if value in ours and planner.is_large(value):
+                codes = list(codes_of(planner.graph, value, planner.methods.codecs, planner.densities))
+                lossless = [size for codec, size in codes if codec.lossless]
+                least = min([planner.graph.values[value].bytes, *lossless])
+                lossy = [(codec, size) for codec, size in codes if not codec.lossless and size < least]
+                if lossy:
+                    found[value] = lossy
+                    self.sizes |= {(self._name(value), codec.name): least - size for codec, size in lossy}
+        return found
+
+    def _name(self, value: int) -> str:
+        return self.planner.graph.values[value].name
+
+    def _groups(
+        self, codes: Mapping[int, list[tuple[Codec, int]]], most: int
+    ) -> list[dict[int, list[tuple[Codec, int]]]]:
+        """Activations that are alike, in at most so many groups: by module, operator and shape if these are few
+        enough, else by less."""
+        graph = self.planner.graph
+        for level in range(4):
+            groups: dict[object, dict[int, list[tuple[Codec, int]]]] = {}
+            for value, found in codes.items():
+                maker = graph.producer(value)
+                module = NUMBER.sub("#", maker.module) if maker else ""
+                key = (graph.values[value].shape, str(maker.target) if maker else "", module)
+                groups.setdefault(key[: 3 - level], {})[value] = found
+            if len(groups) <= most:
+                break
+        return list(groups.values())
+
+    def _price_group(self, base: frozenset[int], group: Mapping[int, list[tuple[Codec, int]]]) -> None:
+        chosen = {value: _probe(codes) for value, codes in group.items()}
+        schedule = self._encoding(base, [Encoded(value, codec.name, size) for value, (codec, size) in chosen.items()])
+        noise: dict[int, dict[str, float]] = {}
+        watches = {}
+        for op in schedule.graph.ops:
+            if op.forward and op.reads and op.reads[0] in group and lossy_codec(op) is not None:
+                value = op.reads[0]
+                codecs = [codec for codec, _ in group[value]]
+                watches[op.id] = _Noise(chosen[value][0], codecs, noise.setdefault(value, {}))
+        error = gradient_error(
+            self.planner.graph, self.exact, self._run(schedule, exact=False, watches=watches)
+        ).relative
+        probed = math.hypot(*(noise[value][chosen[value][0].name] for value in noise))
+        for value, seen in noise.items():
+            for codec, share in seen.items():
+                expected = 0.0 if share == 0 else (error * share / probed if probed else math.inf)
+                name = self._name(value)
+                if math.isfinite(expected):
+                    self.candidates.append(LossyCandidate(name, codec, self.sizes[name, codec], expected))
+
+    # -- together ----------------------------------------------------------------------------------------------------
+
+    def _verified(self, base: frozenset[int]) -> Admitted:
+        """The largest admission whose error, measured with all of it, stays within the bound."""
+        found: Admitted = frozenset()
+        grown = 0
+        for _ in range(MOST_ROUNDS):
+            admitted = admit(self.candidates, self.allowed)
+            if not admitted or admitted == found:
+                break
+            error = self._together(base, admitted)
+            log.info("%d lossy pairs admitted for %.3g: error %.3g", len(admitted), self.allowed, error)
+            if not error <= MARGIN * self.bound:
+                if found:
+                    break
+                self.allowed *= min(SHRINK, SHRINK * MARGIN * self.bound / error if math.isfinite(error) else 0.0)
+                continue
+            found, taken = admitted, self.allowed
+            grown += 1
+            if error >= MUCH_TO_SPARE * self.bound or grown > MOST_GROWN or len(admitted) == len(self.candidates):
+                break
+            self.allowed *= SHRINK * self.bound / max(error, 1e-3 * self.bound)
+        if found:
+            self.allowed = taken
+        self.exact = []
+        return found
+
+    def _together(self, base: frozenset[int], admitted: Admitted) -> float:
+        graph = self.planner.graph
+        numbers = {value.name: value.id for value in graph.values}
+        encode = []
+        for name, one in worst_of(self.candidates, admitted).items():
+            lossy = codes_of(graph, numbers[name], (one.codec,), self.planner.densities)
+            encode += [Encoded(numbers[name], codec.name, size) for codec, size in lossy]
+        lossy_gradients = self._run(self._encoding(base, encode), exact=False)
+        return gradient_error(graph, self.exact, lossy_gradients).relative
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[Callable[[str], None]]:
+    yield lambda note: None
+
+
+def _probe(codes: Sequence[tuple[Codec, int]]) -> tuple[Codec, int]:
+    by_name = {codec.name: (codec, size) for codec, size in codes}
+    names = (*PROBES, *(f"sparse_{name}" for name in PROBES))
+    return next((by_name[name] for name in names if name in by_name), codes[0])
+
+
+class _Noise:
+    """Calls an encoder, and tries others on a sample of what it is given: the norm of their errors over that of the
+    sample."""
+
+    def __init__(self, codec: Codec, codecs: Sequence[Codec], seen: dict[str, float]) -> None:
+        self.codec, self.seen = codec, seen
+        self.codecs = sorted(codecs, key=lambda one: one.name.startswith("sparse_"))
+
+    def __call__(self, x: torch.Tensor, *options: Any) -> torch.Tensor:
+        flat = x.reshape(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))  # codes follow memory
+        parts = [flat]
+        if flat.numel() > CHUNKS * SAMPLE:
+            parts = [flat[at * (flat.numel() - SAMPLE) // (CHUNKS - 1) :][:SAMPLE] for at in range(CHUNKS)]
+        parts = [torch.where(part.isfinite(), part, 0) for part in parts]
+        size = math.hypot(*(float(part.double().norm()) for part in parts))
+        for codec in self.codecs:
+            alike = codec.name.removeprefix("sparse_")
+            if alike in self.seen and alike not in SHARED_SCALES:  # zeros are exact in either
+                self.seen[codec.name] = self.seen[alike]
+                continue
+            apart = math.hypot(*(float((_there_and_back(codec, part) - part).double().norm()) for part in parts))
+            self.seen[codec.name] = apart / size if size else 0.0
+        return CODECS[self.codec.name].encode(x, *options)
+
+
+def _there_and_back(codec: Codec, x: torch.Tensor) -> torch.Tensor:
+    code = codec.encode(*codec.encode_args(x))
+    return codec.decode(*codec.decode_args(code, x.shape, x.stride(), x.dtype))

@@ -1,0 +1,170 @@
+"""The gradient error of a step with lossy codecs, measured while the model trains.
+
+A step that is checked runs once more right after its backward, as it was planned and with the same kernels, but with
+activations in the place of their lossy codes; the two sets of gradients are compared (`cost/gradient_error.py`). The
+first step of a plan is always checked, with the gradients that the loss really sent; later ones every `lossy_check=`
+steps. A step whose error is over the bound takes the exact gradients, which are there by then. If it is the first, the
+model is planned again with what the loss sent; otherwise one warning has the figure.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from encore.capture.torch_private import real_tensors
+from encore.cost.gradient_error import (
+    GradientError,
+    Gradients,
+    extra_bytes,
+    gradient_bytes,
+    gradient_error,
+    lossy_codec,
+    lower_in_memory,
+    run_gradients,
+    why_unmeasurable,
+)
+from encore.cost.room import step_has_room
+from encore.graph import Role
+from encore.lower import Lowered
+from encore.lower.kernels import CompiledKernel
+from encore.plan import Plan
+
+log = logging.getLogger("encore")
+
+
+class LossyCheck:
+    """Looks at steps of one graph whose plan has lossy codecs."""
+
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        kernels: Mapping[str, CompiledKernel],
+        *,
+        bound: float | None,
+        every: int,
+        planned: GradientError | None = None,
+        plan_again: Callable[[list[torch.Tensor]], bool] = lambda tangents: False,
+    ) -> None:
+        self.name, self.plan, self.kernels = name, plan, kernels
+        self.bound = bound
+        """The share of the bound that is this graph's."""
+        self.every = every
+        self.planned = planned
+        """The error that was measured while the plan was chosen."""
+        self.plan_again = plan_again
+        """Asks for another plan from the gradients of the outputs that the loss really sent; will there be one?"""
+        self.measured: dict[int, GradientError] = {}
+        """By step, counted from 0."""
+        self.why_not = ""
+        """Why the latest check could not be made."""
+        self.warned = False
+        self.steps = 0
+        self._looked = False
+        self._exact: Lowered | None = None
+        self._pending: tuple[tuple[int, ...], list[Any], Any, int] | None = None
+
+    @property
+    def error(self) -> GradientError | None:
+        """The largest error so far, of real steps if one has been measured."""
+        return max(self.measured.values(), key=lambda one: one.relative, default=self.planned)
+
+    def forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run a forward; of a step that will be checked, remember what it was given."""
+        step, self.steps = self.steps, self.steps + 1
+        due = not self._looked or (self.every > 0 and step % self.every == 0)
+        if not due:
+            return run(args)
+        self._pending = None
+        graph = self.plan.schedule.graph
+        self.why_not = why_unmeasurable(graph, args)
+        if self.why_not:
+            self._looked = True
+            return run(args)
+        # Parameters change at the optimizer's step, after backward; buffers and inputs may change before.
+        given = [
+            arg.detach() if graph.values[value].role is Role.PARAMETER else arg.detach().clone()
+            for value, arg in zip(graph.primals, args, strict=True)
+        ]
+        state = _generator_states(given)
+        results = run(args)
+        saved = results[len(graph.outputs) :]
+        self._pending = (_places(saved), given, state, step)
+        return results
+
+    def backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run a backward; the step that was remembered is run again without loss, and compared."""
+        saved = len(self.plan.schedule.saved)
+        if self._pending is None or self._pending[0] != _places(args[:saved]):
+            return run(args)
+        (_, given, state, step), self._pending = self._pending, None
+        self._looked = True
+        tangents = list(args[saved:])
+        gradients = run(args)
+        exact = self._exact_gradients(given, tangents, state)
+        if exact is None:
+            return gradients
+        found = gradient_error(self.plan.schedule.graph, exact, gradients)
+        if math.isnan(found.relative):
+            self.why_not = f"the exact gradients of step {step} are not finite"
+            return gradients
+        self.measured[step] = found
+        log.info("%s: gradient error of lossy codecs at step %d: %.3g", self.name, step, found.relative)
+        if self.bound is None or found.relative <= self.bound:
+            return gradients
+        if len(self.measured) > 1 or not self.plan_again(tangents):
+            self._warn(step, found.relative)
+        return tuple(exact)
+
+    def _exact_gradients(self, given: list[Any], tangents: Sequence[torch.Tensor], state: Any) -> Gradients | None:
+        graph = self.plan.schedule.graph
+        need = self.plan.timeline.step_peak + extra_bytes(graph) + gradient_bytes(graph)
+        if not step_has_room(need, cuda=any(isinstance(one, torch.Tensor) and one.is_cuda for one in given)):
+            self.why_not = "there is too little free memory to run the step a second time"
+            return None
+        if self._exact is None:
+            self._exact = lower_in_memory(self.plan.schedule, exact=True, kernels=self.kernels)
+        now = _generator_states(given)
+        with real_tensors():
+            _set_generators(state)
+            try:
+                return run_gradients(graph, self._exact, given, tangents)
+            finally:
+                _set_generators(now)
+
+    def _warn(self, step: int, error: float) -> None:
+        if not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"encore: the lossy codecs of {self.name} cause a gradient error of {error:.3g} at step {step}, "
+                f"over the bound of {self.bound:.3g} that they were chosen for on the first batch. This step takes the "
+                "exact gradients; steps that are not checked do not. Compile the model again to choose codecs for the "
+                "present weights, give a lower bound (lossy=), or check more often (lossy_check=)",
+                stacklevel=2,
+            )
+
+
+def has_lossy_codes(plan: Plan) -> bool:
+    return any(lossy_codec(op) is not None for op in plan.schedule.graph.ops) if plan.choice.encode else False
+
+
+def _places(tensors: Sequence[Any]) -> tuple[int, ...]:
+    """Where saved tensors lie: by that, a backward knows its forward."""
+    return tuple(one.data_ptr() if isinstance(one, torch.Tensor) else 0 for one in tensors)
+
+
+def _generator_states(given: Sequence[Any]) -> Any:
+    cuda = any(isinstance(one, torch.Tensor) and one.is_cuda for one in given)
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else []
+
+
+def _set_generators(states: Any) -> None:
+    torch.set_rng_state(states[0])
+    if states[1]:
+        torch.cuda.set_rng_state_all(states[1])
