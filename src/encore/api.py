@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 from torch import nn
 
 from encore.capture import Session, sessions
+from encore.capture.bypass import BypassWatch
 from encore.capture.compiled import CompiledCall
+from encore.capture.copies import CompiledMark
 from encore.capture.torch_private import TraceFailed
 from encore.capture.twin import fake_twin, run_forward_without_memory
 from encore.errors import NeverRunError, OptionError
@@ -17,8 +18,6 @@ from encore.options import Options, make_options
 from encore.report.report import Estimate, Report
 
 Model = TypeVar("Model", bound=Callable[..., Any])
-
-_sessions_of_modules: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
 
 @overload
@@ -47,10 +46,30 @@ def compile(model: Model | None = None, **options: Any) -> Any:
     if not isinstance(model, nn.Module):
         return CompiledCall(model, Session(getattr(model, "__qualname__", repr(model)), checked))
     _require_trainable(model)
-    session = Session(type(model).__name__, checked)
-    _sessions_of_modules[model] = session
-    model._compiled_call_impl = CompiledCall(model._call_impl, session)
+    _compile_module(model, Session(type(model).__name__, checked))
     return model
+
+
+def _compile_module(model: nn.Module, session: Session) -> None:
+    before = model._compiled_call_impl
+    if isinstance(before, CompiledCall) and before.session.bypass is not None:
+        before.session.bypass.stop()
+    model._compiled_call_impl = CompiledCall(model._call_impl, session)
+    if _trains_by_method(model):
+        model.training_step = CompiledCall(_plain(model.training_step), session)  # type: ignore[assignment]
+    model.__dict__[CompiledMark.NAME] = CompiledMark(model)
+    session.bypass = BypassWatch(model)
+
+
+def _trains_by_method(model: nn.Module) -> bool:
+    """Is this a LightningModule? Lightning's loop calls its `training_step`, which need not call the module."""
+    kinds = [kind for kind in type(model).__mro__ if kind.__name__ == "LightningModule"]
+    lightning = any(kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning") for kind in kinds)
+    return lightning and bool(getattr(model, "automatic_optimization", True))
+
+
+def _plain(call: Any) -> Any:
+    return call.plain if isinstance(call, CompiledCall) else call
 
 
 def _require_trainable(model: nn.Module) -> None:
@@ -66,18 +85,31 @@ def report(model: Callable[..., Any]) -> Report:
     found = _find_sessions(model)
     graphs = [graph for session in found for graph in session.last_step]
     if not graphs:
-        raise NeverRunError(
-            f"{_name(model)} has not run a training step yet; run one, or ask "
-            "encore.estimate(model, *args) for a prediction that runs nothing"
-        )
+        raise NeverRunError(_why_nothing_is_planned(model, found))
     return Report.of(found[0].name, graphs, found[0].options, [plain for session in found for plain in session.plain])
+
+
+def _why_nothing_is_planned(model: Any, found: list[Session]) -> str:
+    plain = [graph for session in found for graph in session.plain]
+    if plain:
+        why = f"ran as plain PyTorch, so there is no plan to report: {plain[0].reason}"
+    elif reasons := [session.why_plain for session in found if session.why_plain]:
+        why = f"has no plan to report: it {reasons[0]}"
+    elif any(session.calls for session in found):
+        why = "ran, but no call led to a gradient; give it a trainable parameter, or an input with requires_grad=True"
+    else:
+        why = (
+            "has not run a training step yet; run one, or ask encore.estimate(model, *args) for a prediction that "
+            "runs nothing"
+        )
+    return f"{_name(model)} {why}"
 
 
 def _find_sessions(model: Any) -> list[Session]:
     if isinstance(model, CompiledCall):
         return [model.session]
-    if isinstance(model, nn.Module) and model in _sessions_of_modules:
-        return [_sessions_of_modules[model]]
+    if isinstance(model, nn.Module) and isinstance(model._compiled_call_impl, CompiledCall):
+        return [model._compiled_call_impl.session]
     parameters = {id(parameter) for parameter in model.parameters()} if isinstance(model, nn.Module) else set()
     owners = [session for session in sessions if session.owns_any(parameters)]
     if not owners and not _is_torch_compiled(model):

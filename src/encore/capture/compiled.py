@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 import warnings
@@ -26,6 +27,7 @@ class CompiledCall:
         self.session = session
         self._planned = self._compile()
         self._told_it_ran_plain = False
+        self._inside_another = False
 
     def _compile(self) -> Callable[..., Any]:
         """Dynamo's callable. A new backend has no graphs yet, so everything is planned anew."""
@@ -33,14 +35,16 @@ class CompiledCall:
         return torch_private.dynamo_compile(self.plain, GraphCompiler(session), session.options.recompile_limit)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self._warn_inside_another()
+            return self.plain(*args, **kwargs)
+        if not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
         if self.session.plan_again:
             self.session.plan_again = False
             self._planned = self._compile()
-        self.session.begin_call()
         forwards_before = self.session.forwards_run
-        with torch_private.whole_graphs(), running(self.session.between):
+        with self.session.planned_call(), torch_private.whole_graphs(), running(self.session.between):
             result = self._planned(*args, **kwargs)
         if self.session.forwards_run == forwards_before and not self._told_it_ran_plain:
             self._tell_if_it_ran_plain(result)
@@ -49,6 +53,33 @@ class CompiledCall:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A compiled function in a class body is a method, like any other."""
         return self if instance is None else types.MethodType(self, instance)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledCall:
+        """A method of a module that is copied becomes one of the copy; a function stays itself, as for `copy`."""
+        owner = getattr(self.plain, "__self__", None)
+        if id(owner) not in memo:
+            return self
+        return CompiledCall(self.plain.__func__.__get__(memo[id(owner)]), copy.deepcopy(self.session, memo))  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """The pickle of a method is the plain method. That of a function is its name, as for every function."""
+        owner = getattr(self.plain, "__self__", None)
+        return self.plain.__qualname__ if owner is None else (getattr, (owner, self.plain.__name__))
+
+    @torch.compiler.assume_constant_result
+    def _warn_inside_another(self) -> bool:
+        """Called by Dynamo, while it traces a function around this one."""
+        if self._inside_another or self.session.is_called:
+            return True
+        self._inside_another = True
+        if self.session.bypass is not None:
+            self.session.bypass.warned = True
+        warnings.warn(
+            f"encore: {self.session.name} is traced as a part of another compiled function, so its own options have no "
+            "effect: compile one of the two",
+            stacklevel=2,
+        )
+        return True
 
     def _tell_if_it_ran_plain(self, result: Any) -> None:
         """A call that leads to gradients and ran no graph of ours was plain eager PyTorch: say so, and why."""
@@ -68,4 +99,5 @@ class CompiledCall:
         else:
             return  # each part that runs plain has been told with its reason
         self._told_it_ran_plain = True
+        self.session.why_plain = why
         warnings.warn(f"encore: {self.session.name} {why}", stacklevel=3)

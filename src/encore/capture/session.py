@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from encore.capture.bypass import BypassWatch
 from encore.capture.lossy_check import LossyCheck
 from encore.capture.recurrent import Between, between_graphs
 from encore.capture.watch import CodeWatch
@@ -122,6 +123,13 @@ class Session:
         """By fingerprint of a graph that is to be planned again: the gradients that its outputs were sent."""
         self.plan_again = False
         """Is the next call to be planned anew?"""
+        self.bypass: BypassWatch | None = None
+        """What warns if the model is trained without its plans."""
+        self.calls = 0
+        """Calls with gradients enabled."""
+        self.why_plain = ""
+        """Why calls that lead to gradients ran as plain PyTorch, if any did."""
+        self._calls_running = 0
         self.born = next(_births)
         self.last_step_number = -1
         self._step: list[CapturedGraph] = []
@@ -166,6 +174,29 @@ class Session:
         """The user calls the model: a step begins."""
         self._step = []
         self.waiting_since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def planned_call(self) -> Iterator[None]:
+        """The user calls the model, or a part of it that is compiled by itself, within a call of the model."""
+        if self.bypass is not None:
+            self.bypass.stop()
+        if self._calls_running == 0:
+            self.begin_call()
+        self.calls += 1
+        self._calls_running += 1
+        try:
+            yield
+        finally:
+            self._calls_running -= 1
+
+    @property
+    def is_called(self) -> bool:
+        """Does a call of the model run, or is one traced?"""
+        return self._calls_running > 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        """A copy of a model is compiled by itself, with the same options."""
+        return Session(self.name, self.options)
 
     def note_forward(self, graph: CapturedGraph) -> None:
         with self._lock:

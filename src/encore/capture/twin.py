@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
 from encore.capture.compiled import CompiledCall
+from encore.capture.copies import CompiledMark
 from encore.capture.session import Session
 from encore.errors import OptionError
 
@@ -38,6 +39,7 @@ def fake_twin(
             for tensor in _tensors_of(model):
                 fake(tensor)
             model = copy.deepcopy(model, memo)
+            CompiledMark.remove(model)
         except Exception as error:
             raise OptionError(
                 f"{type(model).__name__} cannot be copied without its memory ({str(error).splitlines()[0]}); "
