@@ -29,6 +29,3 @@ DIFFERENT_BITS = {
     "addcdiv": "Dynamo takes torch.addcdiv(value=...) apart into div, mul and add before Encore sees it",
 }
 """Operators whose bits differ from eager's in the eager lowering; they are as close to float64 as eager."""
-
-INEXACT_PEAKS: dict[str, str] = {}
-"""Operators in one graph whose measured peak exceeds the predicted one."""

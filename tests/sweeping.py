@@ -53,6 +53,8 @@ class Outcome:
     """Operators that raised when they were probed."""
     predicted: int = 0
     measured: int = 0
+    noted: bool = False
+    """Does the report say that the prediction may not hold?"""
 
     @property
     def kind(self) -> str:
@@ -103,7 +105,9 @@ def _through_encore(sample: Sample, lowering: str, weights: Any, eager: Tensors,
     for step in found:
         outcome.wrong += differences(step, eager, exact)
     if measure and outcome.planned and not outcome.wrong:
-        outcome.predicted = encore.report(compiled).planned.step_peak
+        report = encore.report(compiled)
+        outcome.predicted = report.planned.step_peak
+        outcome.noted = any(graph.notes for graph in report.graphs)
         outcome.measured = measured_peak(compiled, sample, weights)
     return outcome
 

@@ -92,3 +92,19 @@ def test_a_workspace_that_is_a_bound_is_reported(monkeypatch: pytest.MonkeyPatch
         "the workspace of aten.convolution.default is a bound (its operands are too large to be made up): "
         "the measured peak may differ from the predicted one"
     )
+
+
+def test_a_custom_operator_is_reported() -> None:
+    """Its workspace is not known: it is never run on made-up operands."""
+
+    @torch.library.custom_op("encore_tests::doubled", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x])[: len(x)] + x
+
+    doubled.register_fake(torch.empty_like)
+    doubled.register_autograd(lambda ctx, gradient: gradient * 2)
+    graph = captured(lambda x: doubled(x * 3).exp(), torch.randn(64, requires_grad=True))
+    (note,) = graph.notes
+    assert note.startswith(
+        "the workspace of encore_tests.doubled.default is a bound (none is counted: custom operators"
+    )

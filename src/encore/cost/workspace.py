@@ -43,6 +43,8 @@ WORKSPACES = {**RECURRENT, **CODING}
 BOXED_SCALARS = 16
 """A Python number among tensors becomes a tensor of 8 bytes, and 4 more where it is converted."""
 
+MASKS = {aten.where.self: 0, aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor: 1}
+"""Operands, by position, that are read as they are whatever their type."""
 CASTS = frozenset({aten._to_copy.default, aten.copy.default})
 HALF = (torch.bfloat16, torch.float16)
 ONEDNN_CHANNELS = 16
@@ -87,6 +89,8 @@ class Workspaces:
         if not is_pure_aten(op):
             if isinstance(op.target, DrawAgain):  # the state that the generator goes back to
                 return _drawn(graph, op, op.target.target) + graph.bytes_of(op.reads[0])
+            if op.kind is OpClass.OPAQUE and isinstance(op.target, torch._ops.OpOverload):
+                self._bounded.setdefault(graph, {})[str(op.target)] = "none is counted: custom operators are not probed"
             return _drawn(graph, op, op.target) if op.kind is OpClass.RANDOM else 0
         if is_pointwise(op.target):
             return _pointwise(graph, op)
@@ -152,7 +156,7 @@ def _pointwise(graph: Graph, op: Op) -> int:
     boxed = BOXED_SCALARS if any(isinstance(argument, int | float) for argument in op.args) else 0
     if len({graph.values[value].dtype for value in op.reads}) < 2:
         return boxed + _cast_to_result(graph, op)
-    reads = op.reads[1:] if op.target is aten.where.self else op.reads  # its condition is read as it is
+    reads = [value for position, value in enumerate(op.reads) if position != MASKS.get(op.target)]
     operands = [graph.values[value] for value in reads if graph.values[value].dtype is not None]
     shaped = [value for value in operands if value.shape] or operands
     if len({value.dtype for value in shaped}) < 2:
