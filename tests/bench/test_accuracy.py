@@ -11,14 +11,18 @@ from torch import nn
 
 from encore.bench import plots, results
 from encore.bench.accuracy import (
+    BOUNDED,
+    SEEDED,
     AccuracySuite,
+    SeedNoise,
     Training,
     one_rounding_apart,
     reduce_at_once,
     run_accuracy,
-    variants,
+    runs,
+    within_seed_noise,
 )
-from encore.bench.accuracy_table import COLUMNS, cells, page, render
+from encore.bench.accuracy_table import COLUMNS, cells, noise_rows, page, render
 from encore.bench.machine import this_machine
 from encore.codecs import CODECS
 from encore.workloads.cell import LSTMStack
@@ -33,14 +37,33 @@ def suite() -> AccuracySuite:
         Training("Encore, fp16", (2.0, 1.001), {"accuracy": 0.9}, 4 * MIB, 1e-3),
         Training("fp8_e4m3 at once", (2.0, math.nan), {}, 10 * MIB, 0.5),
     )
-    return AccuracySuite(this_machine(), True, 2, {"vgg16": found})
+    bounded = tuple(
+        Training("Encore, lossy within 0.01", (2.0, loss), {"accuracy": 0.9}, 4 * MIB, 1e-3, seed, 0.008)
+        for seed, loss in ((0, 1.01), (1, 1.2))
+    )
+    seeded = (Training("eager", (2.0, 1.1), {"accuracy": 0.8}, 10 * MIB, 0.0, 1), *bounded)
+    return AccuracySuite(this_machine(), True, 2, {"vgg16": (*found, *seeded)})
 
 
 def test_a_row_tells_what_was_lost_and_saved() -> None:
-    eager, held, at_once = suite().trainings["vgg16"]
-    assert cells("vgg16", eager, eager.peak)[2:] == ("1.5000", "accuracy 0.900", "", "10.00 MiB", "1.00x")
-    assert cells("vgg16", held, eager.peak)[2:] == ("1.5005", "accuracy 0.900", "1.0e-03", "4.00 MiB", "2.50x")
+    eager, held, at_once, *_, bounded = suite().trainings["vgg16"]
+    assert cells("vgg16", eager, eager.peak)[2:] == ("1.5000", "accuracy 0.900", "", "10.00 MiB", "1.00x", "")
+    assert cells("vgg16", held, eager.peak)[2:] == ("1.5005", "accuracy 0.900", "1.0e-03", "4.00 MiB", "2.50x", "")
+    assert cells("vgg16", bounded, eager.peak)[-1] == "0.008"
     assert cells("vgg16", at_once, eager.peak)[2] == "diverged at step 2"
+
+
+def test_seeds_say_what_is_noise() -> None:
+    loss, accuracy = within_seed_noise(suite().trainings["vgg16"], BOUNDED)
+    assert (loss.what, loss.eager, loss.variant) == ("loss", (1.5, 1.55), (1.505, 1.6))
+    assert loss.spread == pytest.approx(0.05)
+    assert loss.difference == pytest.approx(0.0275)
+    assert loss.within
+    assert accuracy.within
+    assert not SeedNoise("loss", (1.0, 1.1), (1.3, 1.1)).within
+    assert not SeedNoise("loss", (1.0, 1.1), (math.nan, 1.1)).within
+    assert noise_rows(suite())[0][2:] == ("loss", "1.5250", "1.5525", "0.0500", "yes")
+    assert all(variant in SEEDED for seed, variant in runs() if seed)
 
 
 def test_table_page_and_picture_show_every_variant() -> None:
@@ -58,13 +81,14 @@ def test_the_json_says_its_version() -> None:
 
 def test_one_rounding_apart_changes_one_weight_by_its_last_bit() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    last = nn.Linear(4, 2)
+    model = nn.Sequential(nn.Linear(3, 4), last)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     one_rounding_apart(model)
     changed = [(old != new).sum().item() for old, new in zip(before, model.parameters(), strict=True)]
     assert changed == [0, 0, 1, 0]
-    where = before[2] != model[1].weight
-    assert model[1].weight[where] == torch.nextafter(before[2][where], torch.tensor(math.inf))
+    where = before[2] != last.weight
+    assert last.weight[where] == torch.nextafter(before[2][where], torch.tensor(math.inf))
 
 
 def test_reducing_at_once_rounds_the_states_of_recurrent_cells() -> None:
@@ -95,8 +119,10 @@ def test_reducing_at_once_rounds_what_layers_hand_on_and_lets_gradients_pass() -
 def test_every_variant_trains() -> None:
     found = run_accuracy(quick=True)
     for trainings in found.trainings.values():
-        assert [one.variant for one in trainings] == list(variants())
-        eager, apart, lossless, *others = trainings
+        assert [(one.seed, one.variant) for one in trainings] == runs()
+        eager, apart, lossless, bounded, *others = trainings
+        assert bounded.gradient_error is not None
+        assert bounded.gradient_error <= 0.01
         assert lossless.peak <= eager.peak
         assert apart.peak == eager.peak
         assert max(apart.off, lossless.off) < 1e-4  # four steps: rounding has not grown yet

@@ -65,7 +65,7 @@ def learning(trainings: Mapping[str, Sequence[Training]]) -> Figure:
     """One panel a workload: the loss of every variant, smoothed, over the steps."""
     figure, panels = _panels(len(trainings))
     for axes, (workload, found) in zip(panels, trainings.items(), strict=True):
-        for one in found:
+        for one in (one for one in found if one.seed == 0):
             at_once = one.variant.endswith("at once")
             axes.plot(_smoothed(one.losses), linewidth=1.2, linestyle=":" if at_once else "-", label=one.variant)
         axes.set(title=workload, xlabel="step", ylabel="training loss", yscale="log")
