@@ -153,10 +153,12 @@ def marking(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def with_marked_kernels(schedule: Schedule, name: str, kernels: Mapping[str, CompiledKernel], *others: Any) -> Lowered:
+def with_marked_kernels(
+    schedule: Schedule, name: str, kernels: Mapping[str, CompiledKernel], *others: Any, **settings: Any
+) -> Lowered:
     """`lower`, whose kernels mark their begin and end too."""
     marked_kernels = {key: dataclasses.replace(kernel, call=marking(kernel.call)) for key, kernel in kernels.items()}
-    return encore.lower.lower(schedule, name, marked_kernels, *others)
+    return encore.lower.lower(schedule, name, marked_kernels, *others, **settings)
 
 
 def errors_of(found: dict[str, torch.Tensor], plain: nn.Module, batch: Any) -> dict[str, tuple[float, float]]:

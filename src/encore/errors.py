@@ -39,6 +39,11 @@ class VerificationError(EncoreError, AssertionError):
     """A planned step and plain eager PyTorch disagree; the message names the first difference."""
 
 
+class CheckError(EncoreError, AssertionError):
+    """`ENCORE_CHECK=1` found a step that is not what it should be: a bug in Encore. The message names the operator and
+    the value, or the first number that differs from eager's."""
+
+
 class CheckpointError(EncoreError):
     """A checkpoint that cannot be written or read, or that another run has made."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,30 +19,8 @@ from torch.utils import _pytree as pytree
 
 from encore.api import compiled_call
 from encore.capture.compiled import CompiledCall
+from encore.comparison import Tensors, Verification, compare, compare_errors, cotangent, equal_up_to_rounding
 from encore.errors import OptionError, VerificationError
-
-Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """What was compared, and how close it is."""
-
-    compared: int
-    """Tensors compared."""
-    bit_equal: bool
-    largest_difference: float
-    """Largest absolute difference found, 0.0 where everything is bit-equal."""
-
-    def __str__(self) -> str:
-        how = "bit for bit" if self.bit_equal else f"within {self.largest_difference:.3g}"
-        return f"{self.compared} tensors equal eager's {how}"
-
-
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""How far a tensor may be from eager's, relative to its size, before float64 is asked who is right."""
-NO_WORSE = 1.5
-"""Errors of a fused step against float64 may be this many times eager's own."""
 
 
 def verify(
@@ -59,31 +36,16 @@ def verify(
     owner = model if isinstance(model, nn.Module) else None
     exact_bits = rtol is None and atol is None and call.session.options.lowering == "eager"
     up_to_rounding = rtol is None and atol is None and not exact_bits
-    with _left_as_found(owner) as restore:
+    with left_as_found(owner) as restore:
         with call.session.learning_nothing():
             planned = _outcome(call, call, owner, args, kwargs)
         restore()
         expected = _outcome(call.plain, call, owner, args, kwargs)
-        found = _compare(planned, expected, None if up_to_rounding else (rtol or 0.0, atol or 0.0))
-        if up_to_rounding and not _equal_up_to_rounding(planned, expected):
+        found = compare(planned, expected, None if up_to_rounding else (rtol or 0.0, atol or 0.0))
+        if up_to_rounding and not equal_up_to_rounding(planned, expected):
             restore()
-            _compare_errors(planned, expected, _outcome_in_float64(owner, args, kwargs))
+            compare_errors(planned, expected, _outcome_in_float64(owner, args, kwargs))
     return found
-
-
-def _equal_up_to_rounding(planned: Tensors, expected: Tensors) -> bool:
-    for name, want in expected.items():
-        have = planned[name].to_dense() if planned[name].is_sparse else planned[name]
-        want = want.to_dense() if want.is_sparse else want
-        if not _same_bits(have, want):
-            apart = _norm(have.double() - want.double())
-            if not apart <= ROUNDING.get(want.dtype, 0.0) * _norm(want.double()):
-                return False
-    return True
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    return float(tensor.norm())
 
 
 def _outcome_in_float64(owner: nn.Module | None, args: Any, kwargs: Any) -> Tensors:
@@ -100,19 +62,6 @@ def _outcome_in_float64(owner: nn.Module | None, args: Any, kwargs: Any) -> Tens
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, widen, (args, kwargs))
     return _outcome(exact._call_impl, compiled_call(owner), exact, args, kwargs)
-
-
-def _compare_errors(planned: Tensors, expected: Tensors, exact: Tensors) -> None:
-    """All gradients together (and all outputs) must be no further from the truth than eager's are."""
-    for kind in ("output", "gradient", "buffer"):
-        names = [name for name in exact if name.startswith(kind) and exact[name].dtype is torch.float64]
-        mine = sum(_norm(planned[name].double() - exact[name]) ** 2 for name in names) ** 0.5
-        its = sum(_norm(expected[name].double() - exact[name]) ** 2 for name in names) ** 0.5
-        size = sum(_norm(exact[name]) ** 2 for name in names) ** 0.5
-        if not mine <= NO_WORSE * its + ROUNDING[torch.float32] * size:
-            raise VerificationError(
-                f"the {kind}s are {mine:.3g} away from those of a float64 copy of the model, eager's {its:.3g}"
-            )
 
 
 def _outcome(
@@ -138,7 +87,7 @@ def _outcome(
 
 
 def _gradients(outputs: list[torch.Tensor], wanted: Tensors, how: str, *, retain_graph: bool = False) -> Tensors:
-    cotangents = [_cotangent(tensor, index) for index, tensor in enumerate(outputs)]
+    cotangents = [cotangent(tensor, index) for index, tensor in enumerate(outputs)]
     leaves = list(wanted.values())
     gradients = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=retain_graph, allow_unused=True)
     found = zip(wanted, gradients, strict=True)
@@ -160,22 +109,13 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return fresh.requires_grad_(tensor.requires_grad)
 
 
-def _cotangent(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """Ones for a loss, noise for anything larger: a gradient of ones hides errors that cancel."""
-    if tensor.numel() == 1:
-        return torch.ones_like(tensor)
-    generator = torch.Generator(tensor.device).manual_seed(index)
-    noise = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device).normal_(generator=generator)
-    return torch.empty_like(tensor, requires_grad=False).copy_(noise)  # laid out like the output, as a loss would
-
-
 def _named_tensors(prefix: str, tree: Any) -> Tensors:
     leaves, _ = pytree.tree_flatten_with_path(tree)
     return {f"{prefix}{pytree.keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 @contextlib.contextmanager
-def _left_as_found(owner: nn.Module | None) -> Iterator[Callable[[], None]]:
+def left_as_found(owner: nn.Module | None) -> Iterator[Callable[[], None]]:
     """Gives a function that puts buffers and generators back; calls it in the end as well."""
     buffers = {name: buffer.clone() for name, buffer in owner.named_buffers()} if owner is not None else {}
     state = torch.get_rng_state()
@@ -195,36 +135,3 @@ def _left_as_found(owner: nn.Module | None) -> Iterator[Callable[[], None]]:
         yield restore
     finally:
         restore()
-
-
-def _compare(planned: Tensors, expected: Tensors, tolerance: tuple[float, float] | None) -> Verification:
-    """How far the two are apart; raises where that is beyond the tolerance (relative, absolute), if there is one."""
-    if planned.keys() != expected.keys():
-        odd = sorted(planned.keys() ^ expected.keys())[0]
-        raise VerificationError(f"only one of the two runs has {odd}; report this as a bug of Encore")
-    largest = 0.0
-    bit_equal = True
-    for name, want in expected.items():
-        have = planned[name]
-        if have.is_sparse and want.is_sparse:
-            have, want = have.to_dense(), want.to_dense()
-        if have.shape != want.shape or have.dtype != want.dtype:
-            raise VerificationError(f"{name} is {have.dtype}{list(have.shape)}, eager's {want.dtype}{list(want.shape)}")
-        if _same_bits(have, want):
-            continue
-        bit_equal = False
-        difference = (have.double() - want.double()).abs()
-        largest = max(largest, float(difference.nan_to_num(nan=float("inf")).max()))
-        if tolerance is None:
-            continue
-        rtol, atol = tolerance
-        if not torch.allclose(have, want, rtol=rtol, atol=atol, equal_nan=True):
-            raise VerificationError(
-                f"{name} differs from eager's by up to {float(difference.max()):.3g} "
-                f"in {int((difference > 0).sum())} of {want.numel()} elements (rtol={rtol:g}, atol={atol:g})"
-            )
-    return Verification(compared=len(expected), bit_equal=bit_equal, largest_difference=largest)
-
-
-def _same_bits(have: torch.Tensor, want: torch.Tensor) -> bool:
-    return bool(torch.equal(have, want) or ((have == want) | (have.isnan() & want.isnan())).all())

@@ -10,7 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import encore
 from captured import Perceptron, captured_graph, named
+from encore.api import compiled_call
 from encore.errors import IllegalGraphError
 from encore.graph import Graph, Op, Role, verify_graph
 from encore.graph.values import Ref
@@ -200,3 +202,24 @@ def test_as_strided_is_where_its_arguments_say() -> None:
     named(graph, "as_strided").offset = 4
     with pytest.raises(IllegalGraphError, match="as_strided is 4 elements into its storage and reads 5 into it"):
         verify_graph(graph)
+
+
+class LossAndScores(torch.nn.Module):
+    """The gradient of the scores is a sum, of which one term is left if the loss alone receives a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.linear(x)
+        return torch.nn.functional.cross_entropy(scores.flatten(0, 1), x.argmax(-1).flatten()), scores
+
+
+def test_a_view_of_a_sum_that_has_become_its_one_term_is_in_the_storage_of_the_term() -> None:
+    model = encore.compile(LossAndScores(), lowering="eager")
+    loss, _ = model(torch.randn(3, 4, 8))
+    loss.backward()
+    (captured,) = compiled_call(model).session.graphs
+    assert len(captured.plan.schedule.graph.tangents) == 1
+    verify_graph(captured.plan.schedule.graph)

@@ -25,6 +25,7 @@ from torch import fx
 from encore.capture import torch_private
 from encore.capture.bounded_codecs import BoundedCodecs
 from encore.capture.call_trace import NotRepeatableError
+from encore.capture.first_call import CheckedCall
 from encore.capture.lossy_check import LossyCheck, has_lossy_codes
 from encore.capture.notes import capture_notes, workspace_notes
 from encore.capture.recurrent import lifting, told_of_packing
@@ -36,7 +37,7 @@ from encore.capture.watch import watches
 from encore.codecs import CODECS, Densities, Share
 from encore.cost import LinkLessons, densities, may_be_narrow, may_be_sparse, time_kernels
 from encore.cost.gradient_error import GradientError
-from encore.errors import BudgetError, EncoreError, IllegalGraphError, PlanError
+from encore.errors import BudgetError, CheckError, EncoreError, IllegalGraphError, PlanError
 from encore.graph import Graph, Primal, UnsupportedGraphError, build_graph, verify_graph
 from encore.lower import FusedPlan, fuse_plan, kernel_store, kernels_of, lower
 from encore.options import make_options
@@ -58,7 +59,7 @@ from encore.plan import (
 )
 from encore.plan.saved import fingerprint
 from encore.rewrite import Judge, find_heads, rewrite, split_head
-from encore.schedule import Choice, Schedule
+from encore.schedule import Choice, Schedule, replay
 from encore.schedule.recompute import made_by, recomputable
 from encore.units import bytes_text
 
@@ -131,7 +132,11 @@ class GraphCompiler:
         torch_private.pin_sizes(module)
         torch_private.guard_hooks()
         with _errors_as_themselves():
-            return self.compilation(self.session, module, inputs).compile()
+            compilation = self.compilation(self.session, module, inputs)
+            compiled = compilation.compile()
+        if self.session.checks and compilation.runner is not None:
+            return CheckedCall(self.session, compilation.runner, module, compiled)
+        return compiled
 
 
 class GraphCompilation:
@@ -298,7 +303,10 @@ class GraphCompilation:
         runs = plan.schedule if self.session.workspaces.run else self._in_saving_order(joint, kept.schedule)
         watching = watches(plan) if self.session.workspaces.run else {}
         transports = self.session.transports if plan.choice.offload and self.session.workspaces.run else {}
-        lowered = lower(runs, self.name.replace(" ", "_"), fused.kernels, watching, transports)
+        if self.session.checks:
+            self._replay(plan)
+        name = self.name.replace(" ", "_")
+        lowered = lower(runs, name, fused.kernels, watching, transports, checked=self.session.checks)
         self._lap("lower")
         captured = CapturedGraph(
             name=self.name,
@@ -316,7 +324,7 @@ class GraphCompilation:
             choices=tuple(offer.told for offer in worth_having(offers)),
             notes=(*workspace_notes(plan.schedule.graph, self.session.workspaces), *self.notes),
             lossy_check=self._lossy_check(graph, plan, fused) if self.session.workspaces.run else None,
-            lessons=self._lessons(plan) if transports and not reason and not self.number else None,
+            lessons=self._lessons(plan) if self._learns_links(plan) else None,
         )
         self._tell(captured)
         return Variant(used, captured, lowered)
@@ -507,6 +515,19 @@ class GraphCompilation:
         with _collector_paused():
             offers[:] = self._menu(planner)
         return False
+
+    def _replay(self, plan: Plan) -> None:
+        """Have the replayer follow what is lowered, within the peak that was predicted."""
+        try:
+            replay(plan.schedule, limit=plan.timeline.step_peak, workspace=self.session.workspaces)
+        except IllegalGraphError as error:
+            raise CheckError(f"ENCORE_CHECK: {self.name}: {error}. This is a bug in Encore: please report it") from None
+
+    def _learns_links(self, plan: Plan) -> bool:
+        """Steps teach how fast tiers are, if one graph is all there is to them, and nothing slows it down."""
+        reason, _ = self.ended
+        running = self.session.workspaces.run and not self.session.checks
+        return bool(running and plan.choice.offload and not reason and not self.number)
 
     def _lessons(self, plan: Plan) -> LinkLessons | None:
         """Whoever learns from the steps of this plan how fast its tier is: one tier, and seconds that a processor

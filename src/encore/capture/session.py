@@ -18,6 +18,7 @@ from encore.capture.bypass import BypassWatch
 from encore.capture.lossy_check import LossyCheck
 from encore.capture.recurrent import Between, between_graphs
 from encore.capture.watch import CodeWatch
+from encore.checking import checks_enabled
 from encore.cost import LinkLessons, Seconds, Workspaces, assumed_link, known_link, link_to
 from encore.lower import Transport
 from encore.options import Options, tier_name
@@ -106,6 +107,10 @@ class Session:
         self.one_graph = one_graph
         """`torch.compile` tells nothing of the model a graph belongs to: each has a session of its own."""
         self.options = options
+        self.checks = run and checks_enabled()
+        """Is every graph checked? See `encore.checking`."""
+        self.checking = False
+        """Does a check run the graphs now, and not the user?"""
         self.workspaces = Workspaces(run=run)
         self.seconds = Seconds(run=run)
         self.graphs: list[CapturedGraph] = []
@@ -172,6 +177,8 @@ class Session:
 
     def begin_call(self) -> None:
         """The user calls the model: a step begins."""
+        if self.checking:
+            return
         self._step = []
         self.waiting_since = time.perf_counter()
 
@@ -199,12 +206,16 @@ class Session:
         return Session(self.name, self.options)
 
     def note_forward(self, graph: CapturedGraph) -> None:
+        if self.checking:
+            return
         with self._lock:
             self._step.append(graph)
             self.forwards_run += 1
             self.last_step_number = _clock.forward()
 
     def note_backward(self) -> None:
+        if self.checking:
+            return
         _clock.backward_began = True
 
     def plans_of_step_so_far(self) -> list[Plan]:
@@ -244,6 +255,16 @@ class Session:
             yield
         finally:
             self.learns_gradients = True
+
+    @contextlib.contextmanager
+    def check_running(self) -> Iterator[None]:
+        """What runs inside is a check: no step, and nothing to learn from."""
+        self.checking = True
+        try:
+            with self.learning_nothing():
+                yield
+        finally:
+            self.checking = False
 
     def remember_tensors(self, inputs: Any) -> None:
         self.tensors += [weakref.ref(tensor) for tensor in inputs if isinstance(tensor, torch.nn.Parameter)]

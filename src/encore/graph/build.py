@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from encore.graph.on_shapes import windows
 from encore.graph.ops import SIDE_EFFECTS, OpClass, classify, without_unread
 from encore.graph.sizes import true_bytes
 from encore.graph.values import Graph, Op, Ref, Role, Storage, Value, block_bytes, refs, span_bytes
@@ -268,9 +269,28 @@ class _Builder:
                 self.storages[value.storage].bytes = sizes[position]
             writes.append(value.id)
         op.writes = tuple(writes)
+        if kind is OpClass.VIEW:
+            self._file_views(op)
         for value_id in op.reads:
             self.values[value_id].readers.append(op.id)
         return op
+
+    def _file_views(self, op: Op) -> None:
+        """A view is in the storage of what it reads now, which may be another tensor than it read when it was traced:
+        a sum whose other term is zero has been replaced by its one term."""
+        bases = [base for read in op.reads if (base := self.values[read]).storage is not None]
+        made = [self.values[value] for value in op.writes if value is not None]
+        if len(bases) != 1 or all(value.storage in (None, bases[0].storage) for value in made):
+            return
+        (base,) = bases
+        assert base.storage is not None
+        for value, seen in zip(made, windows(op, base, self.storages[base.storage].bytes), strict=True):
+            if _ints(seen.shape) != value.shape or _strides(seen) != value.stride:
+                raise UnsupportedGraphError(f"{op.name} is a view of another tensor than it was traced with")
+            if value.storage is not None:
+                self.storages[value.storage].values.remove(value.id)
+            self.storages[base.storage].values.append(value.id)
+            value.storage, value.offset = base.storage, _offset(seen)
 
     def _new_value(self, name: str, val: Any, producer: int | None) -> Value:
         tensor = val if isinstance(val, torch.Tensor) else None

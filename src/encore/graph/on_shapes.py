@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensorMode
 
-from encore.graph.values import Graph, Op, map_refs
+from encore.graph.values import Graph, Op, Value, map_refs
 
 
 def on_shapes(graph: Graph, op: Op, function: Callable[..., Any]) -> Any:
@@ -22,3 +22,13 @@ def on_shapes(graph: Graph, op: Op, function: Callable[..., Any]) -> Any:
 
     with FakeTensorMode():
         return function(*map_refs(op.args, operand))
+
+
+def windows(op: Op, base: Value, storage_bytes: int) -> list[torch.Tensor]:
+    """What a view operator makes of a tensor like `base`: tensors that have shapes, strides and offsets, no memory."""
+    assert base.dtype is not None
+    storage = torch.empty(storage_bytes // base.dtype.itemsize, dtype=base.dtype, device="meta")
+    seen = storage.as_strided(base.shape, base.stride, base.offset)
+    args, kwargs = map_refs((op.args, op.kwargs), lambda _: seen)
+    made = op.target(*args, **kwargs)
+    return list(made) if op.returns_tuple else [made]

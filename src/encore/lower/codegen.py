@@ -22,6 +22,7 @@ from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST
 from encore.graph.tier_ops import StoreTo, is_transfer
 from encore.graph.values import Ref
 from encore.lower.calls import callable_for
+from encore.lower.checked import CheckedPhase, Phase, made_by
 from encore.lower.kernels import CompiledKernel
 from encore.lower.transport import Transport
 from encore.schedule import Action, Free, Fused, Load, Run, Schedule, Store, Wait
@@ -45,14 +46,17 @@ def lower(
     kernels: Mapping[str, CompiledKernel] | None = None,
     watches: Mapping[int, Callable[..., Any]] | None = None,
     transports: Mapping[str, Transport] | None = None,
+    *,
+    checked: bool = False,
 ) -> Lowered:
     """Turn both streams into functions; `kernels` are those of its fused actions, by key, `watches` are called in the
-    place of operators of forward, by number, and `transports` move what goes to tiers, by their names."""
+    place of operators of forward, by number, and `transports` move what goes to tiers, by their names. If `checked`,
+    the functions look after every action for values that it should not have changed."""
     graph, transports = schedule.graph, transports or {}
-    forward_source, forward = _Writer(graph, kernels or {}, watches or {}, transports).write(
+    forward_source, forward = _Writer(graph, kernels or {}, watches or {}, transports, checked=checked).write(
         f"{name}_forward", schedule.forward, graph.primals, (*graph.outputs, *schedule.saved), graph.literals
     )
-    backward_source, backward = _Writer(graph, kernels or {}, transports=transports).write(
+    backward_source, backward = _Writer(graph, kernels or {}, transports=transports, checked=checked).write(
         f"{name}_backward", schedule.backward, (*schedule.saved, *graph.tangents), graph.gradients
     )
     return Lowered(forward, backward, forward_source, backward_source)
@@ -67,11 +71,14 @@ class _Writer:
         kernels: Mapping[str, CompiledKernel],
         watches: Mapping[int, Callable[..., Any]] = types.MappingProxyType({}),
         transports: Mapping[str, Transport] = types.MappingProxyType({}),
+        *,
+        checked: bool = False,
     ) -> None:
         self.graph = graph
         self.kernels = kernels
         self.watches = watches
         self.transports = transports
+        self.checked = checked
         self.scope: dict[str, Any] = {"inf": math.inf, "nan": math.nan}
         self.named: dict[int, str] = {}
         self.movers: dict[tuple[str, str], str] = {}
@@ -91,10 +98,12 @@ class _Writer:
             self._line(f"{''.join(f'{self._variable(value)}, ' for value in given)}= args")
         self._line("args.clear()")
         self._claim(actions)
-        freed: list[str] = []
-        for action in actions:
+        if self.checked:
+            self._begin_check(name, actions, given)
+        freed: list[int] = []
+        for position, action in enumerate(actions):
             if isinstance(action, Free):
-                freed.append(self._variable(action.value))
+                freed.append(action.value)
                 continue
             self._flush(freed)
             if isinstance(action, Fused):
@@ -103,6 +112,9 @@ class _Writer:
                 self._line(self._statement(action))
             else:
                 self._line(self._transfer(action))
+            if self.checked:
+                made = "".join(f", {self._variable(value)}" for value in made_by(self.graph, action))
+                self._line(f"checking.after({position}{made})")
         self._flush(freed)
         returned = ", ".join(
             repr((literals or {}).get(position)) if value is None else self._read(value)
@@ -124,10 +136,16 @@ class _Writer:
     def _line(self, text: str) -> None:
         self.lines.append(f"    {text}")
 
-    def _flush(self, freed: list[str]) -> None:
+    def _flush(self, freed: list[int]) -> None:
         if freed:
-            self._line(f"del {', '.join(freed)}")
+            if self.checked:
+                self._line(f"checking.free({', '.join(map(str, freed))})")
+            self._line(f"del {', '.join(map(self._variable, freed))}")
             freed.clear()
+
+    def _begin_check(self, name: str, actions: Sequence[Action], given: Sequence[int]) -> None:
+        begin = self._bind(functools.partial(CheckedPhase, Phase(self.graph, name, actions, given)), "check")
+        self._line(f"checking = {begin}({', '.join(map(self._variable, given))})")
 
     # -- one statement -----------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import torch
 
 from encore.errors import IllegalGraphError
 from encore.graph import Graph, Op, OpClass, Storage, Value
+from encore.graph.on_shapes import windows
 from encore.graph.ops import SIDE_EFFECTS, classify
 from encore.graph.values import Ref, block_bytes, contiguous_strides, map_refs, refs
 
@@ -288,16 +289,6 @@ class Editor:
         self.graph.storages[storage].values.append(value.id)
         op.writes = (*op.writes, value.id)
         return value.id
-
-
-def windows(op: Op, base: Value, storage_bytes: int) -> list[torch.Tensor]:
-    """What a view operator makes of a tensor like `base`: tensors that have shapes, strides and offsets, no memory."""
-    assert base.dtype is not None
-    storage = torch.empty(storage_bytes // base.dtype.itemsize, dtype=base.dtype, device="meta")
-    seen = storage.as_strided(base.shape, base.stride, base.offset)
-    args, kwargs = map_refs((op.args, op.kwargs), lambda _: seen)
-    made = op.target(*args, **kwargs)
-    return list(made) if op.returns_tuple else [made]
 
 
 def view_strides(value: Value, shape: Sequence[int]) -> tuple[int, ...] | None:

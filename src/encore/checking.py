@@ -1,0 +1,16 @@
+"""`ENCORE_CHECK=1`: every compiled step is checked while it is compiled and while it runs; slow, for finding bugs.
+
+The replayer follows what is lowered (`schedule/replay.py`), every operator is watched while it runs
+(`lower/checked.py`), and the first call of every graph is compared with plain PyTorch (`capture/first_call.py`).
+"""
+
+from __future__ import annotations
+
+import os
+
+VARIABLE = "ENCORE_CHECK"
+
+
+def checks_enabled() -> bool:
+    """Is the environment variable set, and not to 0?"""
+    return os.environ.get(VARIABLE, "") not in ("", "0")
