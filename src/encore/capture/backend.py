@@ -68,6 +68,9 @@ SLICES = (1, 4, 16)
 LARGE_HEAD = 0.03
 """Share of the peak that the scores of a large head take."""
 
+ONCE = ("dynamo", "capture", "capture of repeats")
+"""Stages of the first step that another plan for the same graph does not take again."""
+
 UNKNOWN_MAPS = 0.05
 """Share of the peak that feature maps must take whose codes depend on the data, for the first batch to be looked at."""
 
@@ -264,7 +267,8 @@ class GraphCompilation:
         """Plan the graph for another set of gradients, while the step runs; for all, where that set cannot be."""
         assert self.runner is not None
         session = self.session
-        self.started, self.seconds = time.perf_counter(), {}
+        self.started = time.perf_counter()
+        self.seconds = {stage: seconds for stage, seconds in self.seconds.items() if stage in ONCE}
         self.options = dataclasses.replace(session.options, plan=None)  # a plan that was given is for the first set
         self.primals = primals
         mine = self.runner.current.captured

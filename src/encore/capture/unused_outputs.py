@@ -127,6 +127,8 @@ class _Cut:
         self.copies: dict[fx.Node, fx.Node] = {}
         self.filled: dict[fx.Node, fx.Node] = {}
         """Zeros that an operator reads, by what they replace."""
+        self.moved: dict[int, torch.UntypedStorage] = {}
+        """Memory of sums that are their other term -> that of the term."""
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         for node in graph.nodes:
@@ -141,6 +143,7 @@ class _Cut:
         other = self._other_term(node)
         if other is not None:
             self.copies[node] = self.copies[other]
+            self.moved[node.meta["val"].untyped_storage()._cdata] = self.copies[other].meta["val"].untyped_storage()
             return
         for read in node.all_input_nodes:
             if read in self.zero and read not in self.filled:
@@ -148,6 +151,17 @@ class _Cut:
         self.copies[node] = self.graph.node_copy(
             node, lambda read: self.filled[read] if read in self.zero else self.copies[read]
         )
+        if self.moved and "val" in node.meta:
+            self.copies[node].meta["val"] = pytree.tree_map_only(torch.Tensor, self._where_it_lies, node.meta["val"])
+
+    def _where_it_lies(self, val: Any) -> Any:
+        """A view of a sum that is its other term looks at the memory of the term."""
+        if not torch_private.is_plain_fake(val) or val.untyped_storage()._cdata not in self.moved:
+            return val
+        storage = self.moved[val.untyped_storage()._cdata]
+        look = (tuple(val.shape), val.stride(), val.dtype, val.device)
+        with torch_private.real_tensors():
+            return torch_private.fake_window(val.fake_mode, storage, val.storage_offset(), *look)
 
     def _other_term(self, node: fx.Node) -> fx.Node | None:
         """What a sum is whose other term is zero, if it looks like the sum."""
@@ -156,9 +170,9 @@ class _Cut:
         terms = [term for term in node.args if isinstance(term, fx.Node) and term not in self.zero]
         if len(terms) != 1 or not any(term in self.zero for term in node.all_input_nodes):
             return None
-        have, want = terms[0].meta["val"], node.meta["val"]
+        have, want = self.copies[terms[0]].meta["val"], node.meta["val"]
         alike = have.shape == want.shape and have.stride() == want.stride() and have.dtype == want.dtype
-        return terms[0] if alike else None
+        return terms[0] if alike and have.storage_offset() == want.storage_offset() else None
 
     def _zeros(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         val: Any = node.meta.get("val")
