@@ -4,7 +4,6 @@
 compiled for one model, `torch_private` is the only file that touches PyTorch's private API.
 """
 
-from encore.capture.backend import encore_backend
 from encore.capture.session import CapturedGraph, Session, sessions
 
-__all__ = ["CapturedGraph", "Session", "encore_backend", "sessions"]
+__all__ = ["CapturedGraph", "Session", "sessions"]

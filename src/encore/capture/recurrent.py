@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -72,7 +73,6 @@ def between_graphs(options: Options) -> Between | None:
     """How packed layers run between the graphs of a model that is compiled with these options; None: as ATen's."""
     if options.lowering != "fused" or "recurrent" in options.skip:
         return None
-    _take_packed_calls()
     return Between(lean=options.budget is not None)
 
 
@@ -81,7 +81,8 @@ def running(between: Between | None) -> Iterator[None]:
     """A compiled model runs inside."""
     token = _between.set(between)
     try:
-        yield
+        with _packed_calls_taken() if between is not None else contextlib.nullcontext():
+            yield
     finally:
         _between.reset(token)
 
@@ -179,14 +180,42 @@ def _run(operator: Any, call: Call) -> tuple[Tensor, ...] | None:
     return (output.transpose(0, 1) if call.batch_first else output, *ended)
 
 
-@functools.cache
+_taking = threading.Lock()
+_taken: list[torch.library.Library] = []
+"""One entry for each compiled model that runs, all the same."""
+
+
+@contextlib.contextmanager
+def _packed_calls_taken() -> Iterator[None]:
+    """Packed calls come here before they are decomposed, while compiled models run; other threads get ATen's."""
+    with _taking:
+        _taken.append(_taken[0] if _taken else _take_packed_calls())
+    try:
+        yield
+    finally:
+        with _taking:
+            library = _taken.pop()
+            if not _taken:
+                library._destroy()
+                _forget_dispatch()
+
+
 def _take_packed_calls() -> torch.library.Library:
-    """From now on, packed calls come here before they fall to pieces. Whoever runs no compiled model gets ATen's."""
     library = torch.library.Library("aten", "IMPL")
-    for operator in PACKED:
-        library.impl(operator, _dispatched(operator), "AutogradCPU")
-        operator._dispatch_cache.clear()
+    for operator, kernel in _kernels().items():
+        library.impl(operator, kernel, "AutogradCPU")
+    _forget_dispatch()
     return library
+
+
+def _forget_dispatch() -> None:
+    for operator in PACKED:
+        operator._dispatch_cache.clear()
+
+
+@functools.cache
+def _kernels() -> dict[Any, Callable[..., Any]]:
+    return {operator: _dispatched(operator) for operator in PACKED}
 
 
 def _dispatched(operator: Any) -> Callable[..., Any]:

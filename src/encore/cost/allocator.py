@@ -6,13 +6,14 @@ recording operators, which its public interface does not offer.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read once, when the profiler first starts: it would chat on stderr
-
+LOG_LEVEL = "KINETO_LOG_LEVEL"
 _profiler: Any = torch._C._profiler
 _autograd: Any = torch._C._autograd
 
@@ -20,6 +21,19 @@ _autograd: Any = torch._C._autograd
 def profiler_is_running() -> bool:
     """There is one profiler a thread: starting ours would end the user's."""
     return bool(_autograd._profiler_enabled())
+
+
+@contextlib.contextmanager
+def _silent_kineto() -> Iterator[None]:
+    """Kineto reads its log level once, when the profiler first starts, and would write to stderr by default."""
+    if LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[LOG_LEVEL] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[LOG_LEVEL]
 
 
 class AllocatorEvents:
@@ -36,9 +50,11 @@ class AllocatorEvents:
             _profiler._ExperimentalConfig(),
         )
         activities = {_profiler.ProfilerActivity.CPU}
-        _autograd._prepare_profiler(config, activities)
-        # USER_SCOPE alone: memory events need a running profiler, and operators would each add an event of their own.
-        _autograd._enable_profiler(config, activities, {_profiler.RecordScope.USER_SCOPE})
+        with _silent_kineto():
+            _autograd._prepare_profiler(config, activities)
+            # USER_SCOPE alone: memory events need a running profiler, and operators would each add an event of their
+            # own.
+            _autograd._enable_profiler(config, activities, {_profiler.RecordScope.USER_SCOPE})
 
     def stop(self) -> list[tuple[int, int]]:
         """Time in nanoseconds and bytes of every event, in order of time."""
