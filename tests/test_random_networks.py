@@ -1,19 +1,26 @@
 """Random models of a fair size: a planned step is eager's (in kernels: as close to float64 as eager's), legal, and
-within one percent of its prediction.
+within one percent of its prediction, all under `ENCORE_CHECK=1`.
 
 A model is a list of layer specs in plain data, so that a failing one shrinks to something readable. Every spec fits
 every shape `[batch, time, channel]`; what a layer cannot do at its place (a chunk of a single channel) it leaves out.
+Specs of feature maps `[batch, channel, height, width]` stand inside a `maps` layer, which ends in views of the last
+map and several readers of them. With `eager_to_rewrite`, every rewrite is taken to pay, whatever the machine.
+
+`ENCORE_RANDOM_NETWORKS` is how many networks the slow tests draw; `--hypothesis-seed` draws others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -23,11 +30,16 @@ from against_eager import run_step
 from captured import captured, drop_gradients, train_step
 from encore.api import compiled_call
 from encore.options import METHODS
+from encore.rewrite import Judge
 from encore.schedule import Fused, Schedule, fuse, replay, simulate
 from tiny_steps import errors_of
 
 Spec = tuple[Any, ...]
 BATCH, TIME, CHANNELS, VOCABULARY = 4, 16, 16, 11
+COLOURS, SIDE = 8, 4
+"""An image has as many places as a sequence has steps."""
+MANY = int(os.environ.get("ENCORE_RANDOM_NETWORKS", "300"))
+VERDICTS = ("transposed_pays", "stacking_pays", "stacking_gradients_pays", "merging_pays", "channels_last_pays")
 
 
 class Layer(nn.Module):
@@ -49,6 +61,9 @@ class Layer(nn.Module):
             self.norm = nn.BatchNorm1d(channels)
         elif self.kind in ("residual", "concat"):
             self.branch = Stack(self.settings[0], time, channels)
+        elif self.kind == "maps":
+            specs, leave, readers = self.settings
+            self.maps = Maps(specs, leave, readers, torch.zeros(BATCH, 1, time, channels))
 
     def forward(self, x: torch.Tensor, outputs: list[torch.Tensor]) -> torch.Tensor:
         if self.kind == "linear":
@@ -65,10 +80,74 @@ class Layer(nn.Module):
             return self.norm(x.transpose(1, 2)).transpose(1, 2)
         if self.kind in ("residual", "concat"):
             return JOIN[self.kind](x, self.branch(x, outputs))
+        if self.kind == "maps":
+            return self.maps(x.unsqueeze(1))
         if self.kind == "output":
             outputs.append(x)
             return x * 1.5
         return PLAIN[self.kind](x, *self.settings)
+
+
+class Maps(nn.Module):
+    """Specs of feature maps, one after the other, then a view of the last map and so many readers of it."""
+
+    def __init__(self, specs: list[Spec], leave: str, readers: int, example: torch.Tensor) -> None:
+        super().__init__()
+        self.specs, self.leave, self.readers = specs, leave, readers
+        self.layers = nn.ModuleList()
+        with torch.no_grad():
+            for spec in specs:
+                self.layers.append(map_layer(spec, example))
+                example = self._step(spec, self.layers[-1], example).contiguous()
+            rows = LEAVE[leave](example)
+        self.heads = nn.ModuleList(nn.Linear(rows.shape[2], CHANNELS) for _ in range(readers))
+
+    def _step(self, spec: Spec, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if spec[0] == "halves2d":
+            return halves(x)
+        return x + layer(x) if spec[0] == "residual2d" else layer(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for spec, layer in zip(self.specs, self.layers, strict=True):
+            x = self._step(spec, layer, x)
+        rows = LEAVE[self.leave](x)
+        functions = (lambda y: y, torch.sigmoid, torch.tanh, lambda y: y * y)
+        read = [head(function(rows)) for head, function in zip(self.heads, functions, strict=False)]
+        return torch.stack(read).sum(0)
+
+
+def map_layer(spec: Spec, x: torch.Tensor) -> nn.Module:
+    kind, channels = spec[0], x.shape[1]
+    if kind == "conv2d":
+        outputs, kernel, stride = spec[1:]
+        return nn.Conv2d(channels, outputs, kernel, stride, padding=kernel // 2)
+    if kind == "residual2d":
+        return nn.Sequential(nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1))
+    if kind == "batch_norm2d":
+        return nn.BatchNorm2d(channels)
+    if kind in ("max_pool2d", "mean_pool2d"):
+        if min(x.shape[2:]) < 2:
+            return nn.Identity()
+        return nn.MaxPool2d(2) if kind == "max_pool2d" else nn.AvgPool2d(2)
+    if kind in ("relu2d", "relu2d_"):
+        return nn.ReLU(inplace=kind == "relu2d_")
+    return nn.Dropout() if kind == "dropout2d" else nn.Identity()
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    one, other = x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
+    return one * torch.sigmoid(other) if one.shape == other.shape else x
+
+
+class ImageEntry(nn.Module):
+    """A convolution of an image; its places become steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(COLOURS, CHANNELS, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x).flatten(2).transpose(1, 2)
 
 
 class Stack(nn.Module):
@@ -91,22 +170,34 @@ class Stack(nn.Module):
 
 
 class Network(nn.Module):
-    """An embedding or a linear layer, then a stack; returns what the stack puts out on its way, and its end."""
+    """An embedding, a linear layer or a convolution, then a stack; returns what the stack puts out on its way, and its
+    end, which goes through the weights of the first layer once more if they are `tied`."""
 
-    def __init__(self, reads_tokens: bool, specs: list[Spec]) -> None:
+    def __init__(self, reads: str, specs: list[Spec], tied: bool = False) -> None:
         super().__init__()
-        self.reads_tokens = reads_tokens
-        self.enter: nn.Module = nn.Embedding(VOCABULARY, CHANNELS) if reads_tokens else nn.Linear(CHANNELS, CHANNELS)
+        self.reads, self.tied = reads, tied and reads != "images"
+        make = {
+            "tokens": lambda: nn.Embedding(VOCABULARY, CHANNELS),
+            "numbers": lambda: nn.Linear(CHANNELS, CHANNELS),
+            "images": ImageEntry,
+        }
+        self.enter: nn.Module = make[reads]()
         self.stack = Stack(specs, TIME, CHANNELS)
 
     def example(self) -> torch.Tensor:
-        if self.reads_tokens:
+        if self.reads == "tokens":
             return torch.randint(VOCABULARY, (BATCH, TIME))
+        if self.reads == "images":
+            return torch.randn(BATCH, COLOURS, SIDE, SIDE).to(memory_format=torch.channels_last)
         return torch.randn(BATCH, TIME, CHANNELS)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs: list[torch.Tensor] = []
         x = self.stack(self.enter(x), outputs)
+        if self.tied and x.shape[2] == CHANNELS:
+            weight = self.enter.weight
+            assert isinstance(weight, torch.Tensor)
+            x = x @ weight.t()
         return (*outputs, x)
 
 
@@ -176,6 +267,15 @@ def mean_pool(x: torch.Tensor, kernel: int) -> torch.Tensor:
     return F.avg_pool1d(x, kernel) if x.shape[2] >= kernel else x
 
 
+LEAVE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "flatten": lambda maps: maps.flatten(1).unsqueeze(1),
+    "columns": lambda maps: maps.flatten(2).transpose(1, 2),
+    "rows": lambda maps: maps.permute(0, 2, 1, 3).flatten(2),
+    "permute": lambda maps: maps.permute(0, 2, 3, 1).reshape(maps.shape[0], -1, maps.shape[1]),
+    "reshape": lambda maps: maps.reshape(maps.shape[0], maps.shape[1], -1),
+    "chunk": lambda maps: maps.chunk(2, 2)[0].flatten(2),
+}
+"""Views of a feature map, as `[batch, time, channel]`."""
 JOIN: dict[str, Callable[..., torch.Tensor]] = {"residual": add_common, "concat": side_by_side}
 PLAIN: dict[str, Callable[..., torch.Tensor]] = {
     "transpose": lambda x: x.transpose(1, 2),
@@ -216,22 +316,73 @@ single_layers: st.SearchStrategy[Spec] = st.one_of(
     st.tuples(st.just("softmax"), dims),
     st.tuples(st.sampled_from(["max_pool", "mean_pool"]), st.sampled_from([2, 3])),
 )
+map_specs: st.SearchStrategy[Spec] = st.one_of(
+    st.tuples(st.just("conv2d"), widths, st.sampled_from([1, 3]), st.sampled_from([1, 1, 2])),
+    st.tuples(st.sampled_from([
+        "residual2d", "batch_norm2d", "max_pool2d", "mean_pool2d", "relu2d", "relu2d_", "dropout2d", "halves2d",
+    ])),
+)  # fmt: skip
+maps: st.SearchStrategy[Spec] = st.tuples(
+    st.just("maps"),
+    st.lists(map_specs, max_size=4).map(lambda specs: [("conv2d", 16, 3, 1), *specs]),
+    st.sampled_from(sorted(LEAVE)),
+    st.integers(1, 4),
+)
 layer_specs: st.SearchStrategy[Spec] = st.recursive(
-    single_layers,
+    st.one_of(single_layers, single_layers, maps),
     lambda inner: st.tuples(st.sampled_from(["residual", "concat"]), st.lists(inner, max_size=3)),
     max_leaves=4,
 )
-networks = given(reads_tokens=st.booleans(), specs=st.lists(layer_specs, min_size=1, max_size=6))
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A network, and what the rewrites take to pay."""
+
+    reads: str
+    specs: list[Spec]
+    tied: bool
+    eager_to_rewrite: bool
+
+    def make(self) -> Network:
+        return Network(self.reads, self.specs, self.tied)
+
+
+networks = given(
+    drawn=st.builds(
+        Drawn,
+        reads=st.sampled_from(["numbers", "tokens", "images"]),
+        specs=st.lists(layer_specs, min_size=1, max_size=6),
+        tied=st.booleans(),
+        eager_to_rewrite=st.booleans(),
+    )
+)
+
+
+@contextlib.contextmanager
+def checking(drawn: Drawn) -> Iterator[None]:
+    """What is compiled inside is checked while it runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ENCORE_CHECK", "1")
+        if drawn.eager_to_rewrite:
+            for verdict in VERDICTS:
+                patch.setattr(Judge, verdict, lambda *_: True)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        yield
 
 
 def examples(count: int, **options: Any) -> settings:
     return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow], **options)
 
 
-def check_promises(reads_tokens: bool, specs: list[Spec], lowering: str) -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    plain = Network(reads_tokens, specs)
+def check_promises(drawn: Drawn, lowering: str) -> None:
+    with checking(drawn):
+        check_promises_of(drawn, lowering)
+
+
+def check_promises_of(drawn: Drawn, lowering: str) -> None:
+    plain = drawn.make()
     network, x = encore.compile(copy.deepcopy(plain), lowering=lowering), plain.example()
 
     if lowering == "eager":
@@ -254,11 +405,14 @@ def check_promises(reads_tokens: bool, specs: list[Spec], lowering: str) -> None
     assert replay(schedule) == max(moment.peak for moment in simulate(schedule).moments if moment.phase != "end")
 
 
-def check_codes(reads_tokens: bool, specs: list[Spec], methods: tuple[str, ...]) -> None:
+def check_codes(drawn: Drawn, methods: tuple[str, ...]) -> None:
     """As little as these methods can hold: eager's bits, within the prediction, and legal step by step."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    plain = Network(reads_tokens, specs)
+    with checking(drawn):
+        check_codes_of(drawn, methods)
+
+
+def check_codes_of(drawn: Drawn, methods: tuple[str, ...]) -> None:
+    plain = drawn.make()
     x = plain.example()
     network = encore.compile(copy.deepcopy(plain), lowering="eager", budget="min", methods=methods)
     assert encore.verify(network, x).bit_equal
@@ -281,55 +435,54 @@ def assert_close_to_float64(found: dict[str, torch.Tensor], plain: Network, x: t
 
 @examples(8, derandomize=True)
 @networks
-def test_a_random_network_keeps_every_promise(reads_tokens: bool, specs: list[Spec]) -> None:
-    check_promises(reads_tokens, specs, "eager")
+def test_a_random_network_keeps_every_promise(drawn: Drawn) -> None:
+    check_promises(drawn, "eager")
 
 
 @examples(3, derandomize=True)
 @networks
-def test_a_random_network_keeps_every_promise_in_kernels(reads_tokens: bool, specs: list[Spec]) -> None:
-    check_promises(reads_tokens, specs, "fused")
+@example(Drawn("images", [("maps", [("conv2d", 16, 3, 1), ("conv2d", 24, 3, 1)], "flatten", 2)], False, True))
+def test_a_random_network_keeps_every_promise_in_kernels(drawn: Drawn) -> None:
+    check_promises(drawn, "fused")
 
 
 @examples(3, derandomize=True)
 @networks
-def test_a_random_network_keeps_its_promises_in_codes(reads_tokens: bool, specs: list[Spec]) -> None:
-    check_codes(reads_tokens, specs, ("encode",))
+def test_a_random_network_keeps_its_promises_in_codes(drawn: Drawn) -> None:
+    check_codes(drawn, ("encode",))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("methods", [("encode",), METHODS], ids=" and ".join)
 @examples(100)
 @networks
-def test_many_random_networks_keep_their_promises_in_codes(
-    methods: tuple[str, ...], reads_tokens: bool, specs: list[Spec]
-) -> None:
-    check_codes(reads_tokens, specs, methods)
+def test_many_random_networks_keep_their_promises_in_codes(methods: tuple[str, ...], drawn: Drawn) -> None:
+    check_codes(drawn, methods)
 
 
 @pytest.mark.slow
-@examples(300)
+@examples(MANY)
 @networks
-def test_many_random_networks_keep_every_promise(reads_tokens: bool, specs: list[Spec]) -> None:
-    check_promises(reads_tokens, specs, "eager")
+def test_many_random_networks_keep_every_promise(drawn: Drawn) -> None:
+    check_promises(drawn, "eager")
 
 
 @pytest.mark.slow
-@examples(100)
+@examples(MANY)
 @networks
-def test_many_random_networks_keep_every_promise_in_kernels(reads_tokens: bool, specs: list[Spec]) -> None:
-    check_promises(reads_tokens, specs, "fused")
+def test_many_random_networks_keep_every_promise_in_kernels(drawn: Drawn) -> None:
+    check_promises(drawn, "fused")
 
 
 @examples(3, derandomize=True)
 @networks
-def test_the_layers_of_a_network_repeated_have_no_other_kernels(reads_tokens: bool, specs: list[Spec]) -> None:
+def test_the_layers_of_a_network_repeated_have_no_other_kernels(drawn: Drawn) -> None:
     """Twice the same network, side by side: equal structures have equal kernels."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.left, self.right = Network(reads_tokens, specs), Network(reads_tokens, specs)
+            self.left, self.right = drawn.make(), drawn.make()
 
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[Any, Any]:
             return self.left(x), self.right(y)

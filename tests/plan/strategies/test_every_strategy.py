@@ -19,7 +19,7 @@ from encore.lower.calls import callable_for
 from encore.plan.strategies import STRATEGIES, block_boundaries
 from encore.schedule.order import order_backward
 from every_workload import FIVE
-from test_random_networks import Network, Spec, examples, networks
+from test_random_networks import Drawn, examples, networks
 
 aten, SLOW = torch.ops.aten, pytest.mark.slow
 NEVER = {OpClass.VIEW, OpClass.RANDOM, OpClass.MUTATING, OpClass.COLLECTIVE, OpClass.OPAQUE}
@@ -104,8 +104,8 @@ def test_every_strategy_on_a_workload(name: str) -> None:
 
 @examples(8, derandomize=True)
 @networks
-def test_every_strategy_on_random_networks(reads_tokens: bool, specs: list[Spec]) -> None:
+def test_every_strategy_on_random_networks(drawn: Drawn) -> None:
     torch._dynamo.reset()
-    network = Network(reads_tokens, specs)
+    network = drawn.make()
     graph = captured_graph(network, network.example())
     check_every_strategy(graph)
