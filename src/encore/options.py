@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,10 @@ UNITS = {
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
+MOST_BYTES = 2**63 - 1
+"""More than any memory or disk has."""
+MOST_PERCENT, MOST_COUNT = 10**6, 2**31 - 1
+SHOWN_LETTERS = 80
 ACCEPTED_BUDGETS = "a positive number of bytes, '2GiB', '500MB', '60%' (of the largest unplanned step) or 'min'"
 
 
@@ -74,25 +78,52 @@ def parse_budget(budget: int | float | str | Budget) -> Budget:
         return _parse_budget_text(budget)
     if isinstance(budget, bool) or not isinstance(budget, int | float):
         raise OptionError(f"budget={budget!r} is not a budget; give {ACCEPTED_BUDGETS}")
-    if not math.isfinite(budget) or budget < 1:
-        raise OptionError(f"budget={budget!r} is not positive; give {ACCEPTED_BUDGETS}")
+    if not 1 <= budget <= MOST_BYTES:  # never true of NaN
+        raise OptionError(f"budget={_shown(budget)} is not positive, or too large; give {ACCEPTED_BUDGETS}")
     return Budget(bytes=int(budget))
 
 
 def _parse_budget_text(text: str) -> Budget:
-    stripped = text.strip()
-    if stripped.lower() == "min":
+    if text.strip().lower() == "min":
         return Budget()
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)", stripped)
-    unit = match.group(2).upper() if match else None
-    if match is None or (unit != "%" and unit not in UNITS):
-        raise OptionError(f"budget={text!r} cannot be read; give {ACCEPTED_BUDGETS}")
-    number = float(match.group(1))
-    if number <= 0 or (unit != "%" and int(number * UNITS[unit]) < 1):
-        raise OptionError(f"budget={text!r} is not positive; give {ACCEPTED_BUDGETS}")
+    number, unit = _number_and_unit(text)
+    if unit != "%" and unit not in UNITS:
+        raise OptionError(f"budget={_shown(text)} cannot be read; give {ACCEPTED_BUDGETS}")
     if unit == "%":
+        if not 0 < number <= MOST_PERCENT:
+            raise OptionError(
+                f"budget={_shown(text)} is not positive, or more than {MOST_PERCENT} %; give {ACCEPTED_BUDGETS}"
+            )
         return Budget(share=number / 100)
+    if not 1 <= number * UNITS[unit] <= MOST_BYTES:
+        raise OptionError(f"budget={_shown(text)} is not positive, or too large; give {ACCEPTED_BUDGETS}")
     return Budget(bytes=int(number * UNITS[unit]))
+
+
+def _number_and_unit(text: str) -> tuple[float, str]:
+    """`"1.5 GiB"` as (1.5, "GIB"); the unit is "?" where there is no number."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*|%)", text.strip())
+    return (float(match.group(1)), match.group(2).upper()) if match else (0.0, "?")
+
+
+def parse_bytes(given: Any, name: str) -> int:
+    """Bytes as users write them: a whole number, or a text such as "16GiB"."""
+    number: float = given if isinstance(given, int) and not isinstance(given, bool) else 0
+    if isinstance(given, str):
+        number, unit = _number_and_unit(given)
+        number *= UNITS.get(unit, 0)
+    if not 1 <= number <= MOST_BYTES:
+        raise OptionError(f"{name}={_shown(given)} is not accepted; give a positive number of bytes, or '16GiB'")
+    return int(number)
+
+
+def _shown(value: Any) -> str:
+    """What was given, in a line of bounded length."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        text = "a very large number"
+    return text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]}..."
 
 
 DEFAULT_GRADIENT_ERROR = 0.01
@@ -201,7 +232,7 @@ def make_options(given: Mapping[str, Any]) -> Options:
 
 def _passes(names: Any) -> tuple[str, ...]:
     """Names of passes, checked; one may be given by itself."""
-    given = (names,) if isinstance(names, str) else tuple(names)
+    given = _several(names, "skip", FUSED_PASSES)
     for name in given:
         if name not in FUSED_PASSES:
             raise OptionError(f"skip={name!r} is not a pass of the fused lowering; there are {listed(FUSED_PASSES)}")
@@ -210,7 +241,7 @@ def _passes(names: Any) -> tuple[str, ...]:
 
 def _methods(given: Any) -> tuple[str, ...]:
     """Names of methods, checked; one may be given by itself."""
-    names = (given,) if isinstance(given, str) else tuple(given)
+    names = _several(given, "methods", METHODS)
     for name in names:
         if name not in METHODS:
             raise OptionError(f"methods={name!r} is not a way to hold less; there are {listed(METHODS)}")
@@ -277,11 +308,27 @@ def _saved_plan(given: Any) -> SavedPlan:
 
 def _patterns(given: Any) -> tuple[str, ...]:
     """Module patterns, checked; one may be given by itself."""
-    patterns = (given,) if isinstance(given, str) else tuple(given)
+    patterns = _several(given, "keep", ("encoder.*",))
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise OptionError(f"keep={pattern!r} is not a module pattern; give names such as 'encoder.*'")
     return patterns
+
+
+def check_count(given: Any, name: str) -> int:
+    """A whole number of at least 1."""
+    if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= MOST_COUNT:
+        raise OptionError(f"{name}={_shown(given)} is not accepted; give a whole number of at least 1")
+    return given
+
+
+def _several(given: Any, option: str, known: Iterable[str]) -> tuple[Any, ...]:
+    """A list of names; one may be given by itself."""
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise OptionError(f"{option}={_shown(given)} is not accepted; give names, such as {listed(known)}")
+    return tuple(given)
 
 
 def _check_number(chosen: Mapping[str, Any], name: str, kind: type, least: float, accepted: str) -> None:
@@ -289,8 +336,8 @@ def _check_number(chosen: Mapping[str, Any], name: str, kind: type, least: float
         return
     value = chosen[name]
     fits = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-    if not fits or not math.isfinite(value) or value < least:
-        raise OptionError(f"{name}={value!r} is not accepted; give {accepted}")
+    if not fits or not least <= value <= MOST_BYTES:  # never true of NaN
+        raise OptionError(f"{name}={_shown(value)} is not accepted; give {accepted}")
 
 
 STATE_PER_PARAMETER = {

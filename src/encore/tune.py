@@ -11,8 +11,11 @@ import torch
 
 from encore.bench.table import seconds_text, terminal_table
 from encore.errors import OptionError
+from encore.options import MOST_COUNT
 from encore.progress import progress
 from encore.rnn import tuning
+from encore.tiers.limits import available_memory
+from encore.units import bytes_text
 
 CELLS = {"LSTM": "lstm", "GRU": "gru", "RNN": "elman"}
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -71,8 +74,8 @@ def sizes(arguments: argparse.Namespace) -> list[tuning.Size]:
         raise OptionError("--device cuda: PyTorch finds no CUDA device here; leave it out to tune for the CPU")
     for name in ("hidden", "batch", "steps", "inputs"):
         given = getattr(arguments, name)
-        if any(number < 1 for number in ([given] if isinstance(given, int) else given or ())):
-            raise OptionError(f"--{name} takes numbers from 1 on; got {given}")
+        if not all(1 <= number <= MOST_COUNT for number in ([given] if isinstance(given, int) else given or ())):
+            raise OptionError(f"--{name} takes numbers from 1 to {MOST_COUNT}; got {given}")
     threads = torch.get_num_threads() if arguments.device == "cpu" else 0
     found = [
         tuning.Size(
@@ -85,7 +88,21 @@ def sizes(arguments: argparse.Namespace) -> list[tuning.Size]:
         for batch in arguments.batch
         for steps in arguments.steps
     ]  # fmt: skip
+    for size in found:
+        needed, free = least_bytes(size), available_memory()
+        if size.device == "cpu" and free is not None and needed > free:
+            raise OptionError(
+                f"a layer of {size.hidden} units with {size.inputs} inputs, on {size.batch} sequences of {size.steps} "
+                f"steps, takes {bytes_text(needed)} or more, and {bytes_text(free)} of memory are free; "
+                "give smaller numbers"
+            )
     return list({size.key: size for size in found}.values())
+
+
+def least_bytes(size: tuning.Size) -> int:
+    """What a step of this size takes at least: weights and their gradients, inputs, outputs and their gradients."""
+    weights = size.hidden * (size.inputs + size.hidden)
+    return 2 * (weights + size.steps * size.batch * (size.inputs + size.hidden)) * size.dtype.itemsize
 
 
 def run(arguments: argparse.Namespace) -> list[Tuned]:

@@ -279,7 +279,7 @@ def test_the_command_fills_the_cache_and_shows_a_table(own_cache: Path, capsys: 
         (["--cell", "lstm"], "--cell takes LSTM, GRU, RNN; got 'lstm'"),
         (["--stash", "none"], "--stash takes"),
         (["--dtype", "int8"], "--dtype takes"),
-        (["--batch", "0"], "--batch takes numbers from 1 on"),
+        (["--batch", "0"], "--batch takes numbers from 1 to"),
     ],
 )
 def test_the_command_names_mistakes(

@@ -566,14 +566,15 @@ class GraphCompilation:
         with torch_private.real_tensors():
             return densities(graph, self.primals, maps)
 
-    def _given(self, captured: Graph, planner: Planner, plan: GraphPlan) -> Offer:
-        """A plan that was made before, or by another rank."""
+    def _given(self, captured: Graph, planner: Planner, plan: GraphPlan, *, made_here: bool = False) -> Offer:
+        """A plan that was made before, or by another rank (`made_here`)."""
         planner.links = self.session.links
         form = self._in_slices(planner, plan.slices)
         if form is None:
             raise PlanError(f"the plan takes heads in {plan.slices} slices, and this graph has none; plan anew")
         lossy, tiers = self.options.lossy.codecs, planner.links
-        return form.given(plan.choice(captured, form.graph, lossy=lossy, tiers=tiers))
+        choice = plan.choice(captured, form.graph, lossy=lossy, tiers=tiers, made_here=made_here)
+        return form.given(choice)
 
     def _pick(self, unplanned: Plan, planner: Planner, offers: list[Offer]) -> FusedPlan:
         """The plan that is asked for, with its kernels. One that needs more than was predicted once its kernels are
@@ -610,7 +611,7 @@ class GraphCompilation:
         question = f"encore plan {mine.fingerprint} {dataclasses.replace(self.session.options, plan=None)}"
         told = torch_private.told_first(question, mine.to_json())
         agreed = GraphPlan.from_json(told)
-        return offer if agreed == mine else self._given(captured, planner, agreed)
+        return offer if agreed == mine else self._given(captured, planner, agreed, made_here=True)
 
     def _as_kernels(self, plan: Plan) -> Plan:
         """The plan as it would run, its kernels not compiled yet."""

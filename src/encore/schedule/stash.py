@@ -49,11 +49,15 @@ class Recurrent:
         assert output is not None
         return output
 
+    def steps(self, graph: Graph) -> int:
+        """How many steps the sequence has."""
+        x, batch_sizes = (_argument(self.forward, name) for name in ("x", "batch_sizes"))
+        return graph.values[(x if batch_sizes is None else batch_sizes).value].shape[0]
+
     def intervals(self, graph: Graph) -> tuple[int, ...]:
         """The K that may be worth it: from few steps between kept states, for a small workspace, to large products."""
-        x, batch_sizes, h0 = (_argument(self.forward, name) for name in ("x", "batch_sizes", "h0"))
-        steps = graph.values[(x if batch_sizes is None else batch_sizes).value].shape[0]
-        lean = min(steps, lean_steps(*graph.values[h0.value].shape))
+        steps = self.steps(graph)
+        lean = min(steps, lean_steps(*graph.values[_argument(self.forward, "h0").value].shape))
         if self.forward.target not in KEEPS_STATES:
             return (lean,)
         return tuple(sorted({lean, *(every for every in EVERY if every < steps)}))

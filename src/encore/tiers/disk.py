@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from encore.errors import TierError
+from encore.options import check_count, parse_bytes
 from encore.tiers.layout import PAGE, Layout, layout_of, rounded
 from encore.tiers.slot_file import SlotFile
 from encore.tiers.tier import Parcel, Tier, Times
@@ -105,7 +106,7 @@ class Disk(Tier):
         self,
         directory: str | os.PathLike[str] | None = None,
         *,
-        capacity: int | None = None,
+        capacity: int | str | None = None,
         workers: int = WORKERS,
         depth: int = DEPTH,
         direct: bool = True,
@@ -115,13 +116,12 @@ class Disk(Tier):
             raise TierError(
                 f"there is no folder {str(folder)!r} for the disk tier; make it, or name another: Disk(directory=)"
             )
-        if workers < 1 or depth < 1:
-            raise TierError(f"a disk tier with {workers} threads and a queue of {depth} cannot work; give at least 1")
+        most = None if capacity is None else parse_bytes(capacity, "capacity")
         super().__init__()
-        self.workers = workers
-        self.depth = depth
+        self.workers = check_count(workers, "workers")
+        self.depth = check_count(depth, "depth")
         self.place = str(folder)
-        self._file = SlotFile(folder, capacity=capacity, direct=direct)
+        self._file = SlotFile(folder, capacity=most, direct=direct)
         self._changed = threading.Condition()
         self._jobs: queue.SimpleQueue[Callable[[_Buffer], None] | None] = queue.SimpleQueue()
         self._waiting = 0

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from encore.errors import TierError
+from encore.options import check_count, parse_bytes
 from encore.tiers.layout import Layout, layout_of, rounded
 from encore.tiers.limits import available_memory
 from encore.tiers.tier import Parcel, Tier
@@ -55,10 +56,10 @@ class Host(Tier):
 
     name = "host"
 
-    def __init__(self, *, capacity: int | None = None, depth: int = DEPTH) -> None:
+    def __init__(self, *, capacity: int | str | None = None, depth: int = DEPTH) -> None:
         super().__init__()
-        self.capacity = capacity
-        self.depth = depth
+        self.capacity = None if capacity is None else parse_bytes(capacity, "capacity")
+        self.depth = check_count(depth, "depth")
         self.used = 0
         self._looked_at = -LOOK_EVERY
         self._closed = False

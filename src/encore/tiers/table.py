@@ -24,7 +24,7 @@ def check_tiers(asked: Any) -> tuple[str | Tier, ...]:
         raise OptionError(f"tiers={asked!r} is not accepted; give some of {listed(KINDS)}, or encore.tiers.Disk(...)")
     names = (asked,) if isinstance(asked, str | Tier) else tuple(asked)
     for name in names:
-        if not isinstance(name, Tier) and name not in KINDS:
+        if not isinstance(name, Tier) and (not isinstance(name, str) or name not in KINDS):
             raise OptionError(f"tiers={name!r} is not a tier; there are {listed(KINDS)} and encore.tiers.Disk(...)")
     return names
 

@@ -8,23 +8,27 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from encore.errors import OptionError
+from encore.errors import EncoreError, OptionError
+from encore.options import SHOWN_LETTERS
 from encore.train.batches import LargestBatch, largest_batch
 from encore.train.loop import train
 from encore.train.outcome import Outcome
 from encore.train.settings import Settings, read_sizes
+
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+"""What PyTorch's allocators say."""
 
 
 def run(arguments: argparse.Namespace) -> Outcome | LargestBatch:
     """Train, or look for the largest batch."""
     settings = _settings(arguments)
     if not arguments.largest_batch:
-        with _warnings_in_a_line():
+        with _warnings_in_a_line(), _memory_errors_in_a_line():
             return train(settings, arguments.steps, arguments.checkpoint)
     typed_batch = arguments.batch_size is not None or any(text.startswith("batch_size=") for text in arguments.size)
     if arguments.checkpoint is not None or typed_batch:
         raise OptionError("--largest-batch looks for a batch size; give it without --batch-size and --checkpoint")
-    with _warnings_in_a_line():
+    with _warnings_in_a_line(), _memory_errors_in_a_line():
         return largest_batch(settings)
 
 
@@ -43,6 +47,23 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         tiers=arguments.tiers,
         eager=arguments.eager,
     )
+
+
+@contextlib.contextmanager
+def _memory_errors_in_a_line() -> Iterator[None]:
+    """An allocation that fails is an error of the sizes that were given, and a stack trace does not explain it."""
+    try:
+        yield
+    except EncoreError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        if isinstance(error, RuntimeError) and not any(words in text for words in OUT_OF_MEMORY):
+            raise
+        raise OptionError(
+            f"there is not enough memory ({text[-SHOWN_LETTERS:] or type(error).__name__}); give a smaller "
+            "--batch-size or --size, or a --budget"
+        ) from error
 
 
 @contextlib.contextmanager

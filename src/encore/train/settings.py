@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from encore.errors import OptionError, listed
-from encore.options import make_options
+from encore.options import MOST_COUNT, SHOWN_LETTERS, make_options
+from encore.tiers.limits import available_memory
+from encore.units import bytes_text
 from encore.workloads import NAMED_SIZES, WORKLOADS, Workload, build, named_sizes
 
 Size = int | float | str
 FILES = ("source", "target")
 """Sizes that name files: what stands in them belongs to the run."""
+LARGE_BATCH = 1 << 16
+"""Larger ones are compared with the memory before they are made."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,24 @@ class Settings:
     def build(self, **sizes: Size) -> Workload:
         """The workload, at other sizes where some are given."""
         chosen: dict[str, Any] = {**self.sizes, **sizes}
+        if chosen.get("batch_size", 0) > LARGE_BATCH:
+            self._check_batch(chosen["batch_size"])
         try:
             return build(self.workload, seed=self.seed, **chosen)
-        except (ValueError, TypeError, RuntimeError, OSError) as error:
+        except (ValueError, TypeError, RuntimeError, OSError, MemoryError, OverflowError) as error:
             told = ", ".join(f"{name}={size}" for name, size in chosen.items()) or "its own sizes"
             why = " ".join(str(error).split())
             raise OptionError(f"{self.workload} cannot be built with {told}: {why}") from error
+
+    def _check_batch(self, batch_size: int) -> None:
+        """A batch whose inputs alone are larger than the memory would take hours to make, and end in a kill."""
+        example = sum(tensor.untyped_storage().nbytes() for tensor in self.build(batch_size=1).batch(0))
+        needed, free = batch_size * example, available_memory()
+        if free is not None and needed > free:
+            raise OptionError(
+                f"a batch of {batch_size} examples takes {bytes_text(needed)} for its inputs alone, and "
+                f"{bytes_text(free)} of memory are free; give a smaller --batch-size"
+            )
 
     def facts(self) -> dict[str, Size | bool | None]:
         """The run as flat facts, for a checkpoint to carry: sizes one by one, files by what stands in them."""
@@ -159,7 +175,7 @@ def _read_size(workload: str, name: str, value: str) -> Size:
         number = int(value) if whole else float(value)
     except ValueError:
         number = -1
-    if not math.isfinite(number) or number < (1 if whole else 0):
-        accepted = "a whole number of at least 1" if whole else "a number of at least 0"
-        raise OptionError(f"--size {name}={value} is not accepted; give {accepted}")
+    if not (1 if whole else 0) <= number <= MOST_COUNT:  # never true of NaN
+        accepted = f"a whole number from 1 to {MOST_COUNT}" if whole else "a number of at least 0"
+        raise OptionError(f"--size {name}={value[:SHOWN_LETTERS]} is not accepted; give {accepted}")
     return number
