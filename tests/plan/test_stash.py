@@ -88,8 +88,11 @@ def test_a_saved_stash_comes_back_and_one_that_cannot_be_is_refused(tmp_path: Pa
     again = encore.compile(Speech("LSTM"), plan=tmp_path / "plan.json")
     train_step(again, X)
     assert encore.report(again).planned.step_peak == first.planned.step_peak
-    wrong = (tmp_path / "plan.json").read_text().replace('"every": ', '"every": -')
-    (tmp_path / "wrong.json").write_text(wrong)
+    right = (tmp_path / "plan.json").read_text()
+    (tmp_path / "wrong.json").write_text(right.replace('"every": ', '"every": -'))
+    with pytest.raises(encore.PlanError, match=r"graphs\[0\]\.stash\[0\] is damaged: 'every' is -"):
+        encore.compile(Speech("LSTM"), plan=tmp_path / "wrong.json")
+    (tmp_path / "wrong.json").write_text(right.replace('"every": ', '"every": 9999'))
     torch._dynamo.reset()
     refused = encore.compile(Speech("LSTM"), plan=tmp_path / "wrong.json")
     with pytest.raises(encore.PlanError, match="which it cannot; plan anew"):
