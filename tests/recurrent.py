@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import encore
 from encore.cost.measure import measure_cpu
 from encore.rnn import WORKSPACES, layer, native, plain
+from rounding import assert_all_as_accurate, doubled
 
 KINDS = ("LSTM", "GRU", "RNN")
 
@@ -39,30 +41,38 @@ def tensors(result: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
-def run(module: nn.Module, *args: Any, wanted: list[Tensor], seed: int = 1) -> tuple[list[Tensor], list[Tensor]]:
+def run(
+    module: nn.Module, *args: Any, wanted: list[Tensor], seed: int = 1, retain_graph: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, and gradients of `wanted` and all parameters, for random gradients of all outputs."""
     torch.manual_seed(seed)
     outputs = list(tensors(module(*args)))
     generator = torch.Generator().manual_seed(seed)
-    grads = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype) for out in outputs]
-    found = torch.autograd.grad(outputs, [*wanted, *module.parameters()], grads)
+    grads = [torch.randn(out.shape, generator=generator, dtype=torch.float64).float().to(out.dtype) for out in outputs]
+    found = torch.autograd.grad(outputs, [*wanted, *module.parameters()], grads, retain_graph=retain_graph)
     return [output.detach() for output in outputs], list(found)
 
 
-def everything(module: nn.Module, *args: Any, wanted: list[Tensor]) -> list[Tensor]:
+def everything(module: nn.Module, *args: Any, wanted: list[Tensor], retain_graph: bool = False) -> list[Tensor]:
     """Outputs and gradients in one list."""
-    outputs, grads = run(module, *args, wanted=wanted)
+    outputs, grads = run(module, *args, wanted=wanted, retain_graph=retain_graph)
     return [*outputs, *grads]
 
 
-def close(ours: list[Tensor], theirs: list[Tensor], tolerance: float = 1e-5) -> None:
-    """Equal within a tolerance relative to each tensor's largest number."""
-    assert len(ours) == len(theirs)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.shape == other.shape
-        assert mine.dtype == other.dtype
-        scale = max(1.0, other.abs().max().item()) if other.numel() else 1.0
-        torch.testing.assert_close(mine, other, rtol=0, atol=tolerance * scale)
+def in_double(module: nn.Module, *args: Any, wanted: list[Tensor]) -> list[Tensor]:
+    """Outputs and gradients of the module's copy in float64. Those of `wanted` come back in the type that it has."""
+    twin = copy.deepcopy(module).double()
+    return everything(twin, *(_doubled(arg) for arg in args), wanted=wanted, retain_graph=True)
+
+
+def _doubled(arg: Any) -> Any:
+    return arg.double() if isinstance(arg, PackedSequence) else doubled(arg)
+
+
+def assert_as_torch(found: list[Tensor], theirs: nn.Module, *args: Any, wanted: list[Tensor]) -> None:
+    """Outputs and gradients are as close to float64 as those of `theirs`, which is PyTorch's own module."""
+    exact = in_double(theirs, *args, wanted=wanted)
+    assert_all_as_accurate(found, everything(theirs, *args, wanted=wanted, retain_graph=True), exact)
 
 
 @contextmanager

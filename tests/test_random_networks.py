@@ -32,6 +32,7 @@ from encore.api import compiled_call
 from encore.options import METHODS
 from encore.rewrite import Judge
 from encore.schedule import Fused, Schedule, fuse, replay, simulate
+from rounding import FACTOR
 from tiny_steps import errors_of
 
 Spec = tuple[Any, ...]
@@ -430,7 +431,7 @@ def check_codes_of(drawn: Drawn, methods: tuple[str, ...]) -> None:
 
 def assert_close_to_float64(found: dict[str, torch.Tensor], plain: Network, x: torch.Tensor) -> None:
     for name, (ours, eagers) in errors_of(found, plain, (x,)).items():
-        assert ours <= 1.5 * eagers + 2e-6, name
+        assert ours <= FACTOR * eagers + 2e-6, name
 
 
 @examples(8, derandomize=True)

@@ -19,6 +19,7 @@ from encore.bptt import ScanReport, over_time, scan
 from encore.bptt import run as following
 from encore.errors import NeverRunError, OptionError
 from encore.tiers import Disk
+from rounding import assert_close
 
 
 def trained(report: ScanReport, **options: object) -> None:
@@ -166,7 +167,7 @@ def test_layers_piece_by_piece(kind: str, batch_first: bool) -> None:
         )
     for found in results[1:]:
         for one, other in zip(found, results[0], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+            assert_close(one, other)
 
 
 @pytest.mark.parametrize("room", [nn, pytest.param(encore.nn, marks=pytest.mark.slow)], ids=["torch.nn", "encore.nn"])

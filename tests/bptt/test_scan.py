@@ -16,6 +16,7 @@ from encore.bptt import ScanReport, scan
 from encore.errors import EncoreError
 from encore.tiers import Disk, Host
 from encore.tiers.host import HostParcel
+from rounding import assert_close
 from through_time import (
     BATCH,
     LOOPS,
@@ -69,7 +70,7 @@ def test_parameters_that_are_results(way: str) -> None:
     """Their gradients are sums over all steps, added up in another order."""
     loop = leaves_as_results(23)
     for found, expected in zip(outcome(loop, scanning(**WAYS[way])), outcome(loop, written_out), strict=True):
-        torch.testing.assert_close(found, expected)
+        assert_close(found, expected)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -94,7 +95,7 @@ def test_sparse_gradients_of_an_embedding(way: str) -> None:
         return h
 
     found = gradient(lambda: scan(step, torch.zeros(BATCH, WIDTH), words, **WAYS[way])[0])
-    torch.testing.assert_close(found, gradient(plain))
+    assert_close(found, gradient(plain))
 
 
 class Unhurried(Host):
@@ -283,7 +284,7 @@ def test_scans_in_scans() -> None:
     expected = outcome(plain, written_out)
     found = outcome(scanned, scanning(slots=2))
     (summed,) = (place for place, tensor in enumerate(found) if tensor is weight.grad)
-    assert torch.allclose(found[summed], expected[summed], atol=1e-6)
+    assert_close(found[summed], expected[summed])
     del found[summed], expected[summed]
     assert same(found, expected)
 

@@ -24,16 +24,19 @@ from watchdog import watchdog
 
 @pytest.fixture(autouse=True)
 def _watched() -> Iterator[None]:
-    with watchdog(60):
+    with watchdog(600):
         yield
 
 
-def train(tier: Any, *, steps: int = 60, report: ScanReport | None = None) -> list[Tensor]:
+def train(
+    tier: Any, *, steps: int = 60, report: ScanReport | None = None, before_backward: Callable[[], None] = lambda: None
+) -> list[Tensor]:
     torch.manual_seed(0)
     cell = nn.GRUCell(8, 8)
     xs = torch.randn(steps, 4, 8)
     options = {"slots": 2, "tiers": tier, "schedule": "multistage", "report": report}
     carry, ys = scan(lambda h, x: (cell(x, h), h.sum()), torch.zeros(4, 8), xs, **options)
+    before_backward()
     (carry.sum() + ys.sum()).backward()
     return [parameter.grad for parameter in cell.parameters() if parameter.grad is not None]
 
@@ -49,6 +52,10 @@ def inject(monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[[int], No
         return real(*arguments)
 
     monkeypatch.setattr(os, name, faulty)
+
+
+def waits(go: threading.Event) -> None:
+    go.wait()
 
 
 def fails(number: int, after: int) -> Callable[[int], None]:
@@ -88,8 +95,12 @@ def test_a_disk_that_is_too_small_is_known_before(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_short_in_between(tmp_path: Path) -> None:
     cell = nn.GRUCell(8, 8)
     with Disk(tmp_path) as tier:
-        carry, _ = scan(lambda h, x: (cell(x, h), None), torch.zeros(4, 8), torch.randn(60, 4, 8), slots=2, tiers=tier,
-                        schedule="multistage")  # fmt: skip
+
+        def step(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+            tier.wait()
+            return cell(x, h), None
+
+        carry, _ = scan(step, torch.zeros(4, 8), torch.randn(60, 4, 8), slots=2, tiers=tier, schedule="multistage")
         tier.wait()
         os.ftruncate(tier._file._descriptor, 4096)
         with pytest.raises(TierError, match="cut short"):
@@ -99,13 +110,14 @@ def test_a_file_that_is_cut_short_in_between(tmp_path: Path) -> None:
 def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """States are stored when the disk has time, and what lies between them is run again."""
     expected = train("host")
-    inject(monkeypatch, "pwrite", lambda call: time.sleep(0.02))
+    go = threading.Event()
+    # The first store shows how fast the disk is; forward ends although nothing else has been written.
+    inject(monkeypatch, "pwrite", lambda call: None if call == 1 else waits(go))
     report = ScanReport()
     with Disk(tmp_path, workers=1, depth=1) as tier:
-        assert all(map(torch.equal, train(tier, report=report), expected))
-    assert report.counts.tier_stores < 40
+        assert all(map(torch.equal, train(tier, report=report, before_backward=go.set), expected))
+    assert report.counts.tier_stores <= 2
     assert report.counts.most_slots <= 2
-    assert report.forward_seconds < 60 * 0.02
 
 
 def test_a_tier_can_be_used_again(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from encore.kernels.gpu import has_gpu_kernels
 from encore.rnn import WORKSPACES, layer, plain
 from encore.rnn.sequence import dense_walk
 from gpu import interpreted, only_program, taken_aside
-from recurrent import KINDS, close, everything, kernels, pair
+from recurrent import KINDS, assert_as_torch, everything, kernels, pair
+from rounding import assert_close
 
 gpu = pytest.importorskip("encore.rnn.gpu")
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 SIZES = torch.tensor([3, 3, 2, 1])
 """Rows of each step of a packed sequence."""
 
@@ -80,7 +80,8 @@ def test_as_in_pytorchs_operators(
         expected = results(kind, tensors, last)
     with kernels(gpu):
         found = results(kind, tensors, last)
-    close(found, expected, TOLERANCE[dtype])
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,9 +89,9 @@ def test_as_in_pytorchs_operators(
 def test_layers_as_in_torch_nn(kind: str, stash: str | int) -> None:
     theirs, ours = pair(kind, 3, 6, stash=stash, bidirectional=True, batch_first=True)
     x = torch.randn(2, 4, 3, requires_grad=True)
-    expected = everything(theirs, x, wanted=[x])
     with kernels(gpu):
-        close(everything(ours, x, wanted=[x]), expected)
+        found = everything(ours, x, wanted=[x])
+    assert_as_torch(found, theirs, x, wanted=[x])
 
 
 @pytest.fixture
@@ -118,9 +119,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_single_steps(kind: str, names: list[str], launched: list[str]) -> None:
     theirs, ours = pair(kind, 3, 6, stash="lean")
     x = torch.randn(2, 3, requires_grad=True)
-    expected = everything(theirs, x, wanted=[x])
     with kernels(gpu):
-        close(everything(ours, x, wanted=[x]), expected)
+        found = everything(ours, x, wanted=[x])
+    assert_as_torch(found, theirs, x, wanted=[x])
     assert launched == names
 
 
@@ -138,7 +139,8 @@ def test_several_tiles() -> None:
         sums = torch.ones(4 * hidden)
         steps.add_column_sums(gates, sums)
         found.append([c, output, after, gates, cells, sums])
-    close(found[1], found[0], 1e-6)
+    for one, other in zip(found[1], found[0], strict=True):
+        assert_close(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

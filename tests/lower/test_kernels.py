@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import encore
-from against_eager import assert_close, assert_same, run_step, session_of
+from against_eager import assert_same, run_step, session_of
 from caches import with_header
 from captured import captured
 from encore.graph.values import map_refs
@@ -27,6 +27,7 @@ from encore.lower.inductor_private import LoweringError
 from encore.lower.kernels import Compilation, KernelStore
 from encore.schedule import Fused, fuse
 from encore.schedule.kernel import Kernel, Operand, each_result
+from rounding import assert_close
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def test_kernels_give_what_their_operators_give_one_by_one() -> None:
         for have, want, layout in zip(found, expected, kernel.layouts, strict=True):
             assert (have.dtype, have.shape, have.stride()) == (want.dtype, want.shape, layout), name
             if have.is_floating_point():
-                assert_close(have, want, 2e-2 if have.dtype is torch.bfloat16 else 2e-6, name)
+                assert_close(have, want, name)
             else:
                 assert torch.equal(have, want), name
         for number, value in zip(untouched, before, strict=True):
@@ -155,7 +156,7 @@ def test_another_store_on_the_same_folder_loads_what_the_first_compiled(folder: 
     assert second.workspace(kernel) == 0
     made = second.compile([kernel])
     assert (made.fresh, dict(made.refused), list(made.compiled)) == (0, {}, [kernel.key])
-    assert_close(made.compiled[kernel.key].call([x])[-1], wave(x), 2e-6)
+    assert_close(made.compiled[kernel.key].call([x])[-1], wave(x))
 
 
 def cut_off(record: Path) -> None:
@@ -181,7 +182,7 @@ def test_a_damaged_kernel_is_compiled_again(folder: Path, damage: Callable[[Path
     damage(folder / f"{kernel.key}.json")
     made = KernelStore(folder).compile([kernel])
     assert made.fresh == 1
-    assert_close(made.compiled[kernel.key].call([x])[-1], wave(x), 2e-6)
+    assert_close(made.compiled[kernel.key].call([x])[-1], wave(x))
     assert KernelStore(folder).compile([kernel]).fresh == 0
 
 
@@ -303,7 +304,7 @@ SCRIPT = """
         warnings.simplefilter("always")
         encore.compile(model, lowering="fused")(x).sin().sum().backward()
     for parameter, gradient in zip(model.parameters(), want, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(parameter.grad, gradient, rtol=3e-4, atol=3e-4)  # half of the digits
     said = [str(entry.message) for entry in caught if "encore" in str(entry.message)]
     print(json.dumps({"fresh": sum(fresh), "said": said}))
 """

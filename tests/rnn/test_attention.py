@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import encore
 from captured import train_step
-from recurrent import close, everything
+from recurrent import assert_as_torch, everything
+from rounding import assert_as_accurate, assert_close, assert_gradients_as_accurate
 
 
 def written_out(
@@ -41,8 +42,8 @@ class WrittenOut(nn.Module):
 def test_same_as_written_out(options: dict[str, Any]) -> None:
     module = encore.nn.AdditiveAttention(5, 7, 19, **options)
     query, keys = torch.randn(3, 4, 5, requires_grad=True), torch.randn(3, 6, 7, requires_grad=True)
-    expected = everything(WrittenOut(module), query, keys, wanted=[query, keys])
-    close(everything(module, query, keys, wanted=[query, keys]), expected, 2e-6)
+    found = everything(module, query, keys, wanted=[query, keys])
+    assert_as_torch(found, WrittenOut(module), query, keys, wanted=[query, keys])
 
 
 def test_a_step_of_a_decoder() -> None:
@@ -52,8 +53,8 @@ def test_a_step_of_a_decoder() -> None:
     assert context.shape == (3, 2)
     assert weights.shape == (3, 6)
     whole, all_weights = module(query.unsqueeze(1), keys, values)
-    torch.testing.assert_close(context, whole[:, 0])
-    torch.testing.assert_close(weights, all_weights[:, 0])
+    assert_close(context, whole[:, 0])
+    assert_close(weights, all_weights[:, 0])
 
 
 def test_padding() -> None:
@@ -68,8 +69,8 @@ def test_padding() -> None:
         {"key_padding_mask": mask.unsqueeze(1).expand(3, 4, 6)},
     ):
         context, weights = module(query, keys, **given)
-        torch.testing.assert_close(weights, expected)
-        torch.testing.assert_close(context, expected @ keys)
+        assert_close(weights, expected)
+        assert_close(context, expected @ keys)
         assert (weights[1, :, 1:] == 0).all()
     both = module(query, keys, lengths=lengths, key_padding_mask=~mask & (torch.arange(6) == 0))[1]
     assert (both[:, :, 0] == 0).all()
@@ -104,11 +105,11 @@ def test_state_and_autocast() -> None:
     again.load_state_dict(module.state_dict())
     query, keys = torch.randn(2, 4, 5), torch.randn(2, 6, 7)
     expected = again(query.double(), keys.double())[0]
-    torch.testing.assert_close(module(query, keys)[0].double(), expected, rtol=1e-5, atol=1e-6)
+    assert_as_accurate(module(query, keys)[0], written_out(module, query, keys)[0], expected)
     with torch.autocast("cpu", torch.bfloat16):
         context, _ = module(query, keys)
     assert context.dtype == torch.bfloat16
-    torch.testing.assert_close(context.double(), expected, rtol=0.05, atol=0.05)
+    assert_close(context, expected.bfloat16())
 
 
 class Reader(nn.Module):
@@ -132,9 +133,7 @@ def test_predicted_to_the_byte(layer_norm: bool, lowering: str) -> None:
     encore.compile(model, lowering=lowering, budget="1GiB")
     train_step(model, *args)
     train_step(eager, *args)
-    found, expected = ([parameter.grad for parameter in one.parameters()] for one in (model, eager))
-    close(found, expected, 1e-5)  # type: ignore[arg-type]
-    del found
+    assert_gradients_as_accurate(model, eager, train_step, *args)
     model.zero_grad(set_to_none=True)
     measured = encore.measure(lambda: model(*args).backward())
     assert encore.report(model).planned.step_peak == measured.step_peak
@@ -144,8 +143,8 @@ def test_compiles_as_one_graph() -> None:
     module = encore.nn.AdditiveAttention(5, 7, 19, layer_norm=True)
     compiled: Any = torch.compile(module, fullgraph=True, backend="aot_eager")
     query, keys = torch.randn(3, 4, 5, requires_grad=True), torch.randn(3, 6, 7, requires_grad=True)
-    expected = everything(module, query, keys, wanted=[query, keys])
-    close(everything(compiled, query, keys, wanted=[query, keys]), expected, 1e-6)
+    found = everything(compiled, query, keys, wanted=[query, keys])
+    assert_as_torch(found, module, query, keys, wanted=[query, keys])
 
 
 def test_mistakes_are_named() -> None:

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import encore
 from encore.rnn import modules
-from recurrent import KINDS, both_kernels, kernels, pair, run
+from recurrent import KINDS, assert_as_torch, both_kernels, kernels, pair, run
 
 CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 both_stashes = pytest.mark.parametrize("stash", ["fast", "lean"])
@@ -155,7 +155,5 @@ def test_returns_what_torch_nn_returns(
     x = ODD[odd]()
     with kernels(steps):
         outputs, grads = run(ours, x, wanted=[x])
-    expected, expected_grads = run(theirs, x, wanted=[x])
-    for mine, other in zip([*outputs, *grads], [*expected, *expected_grads], strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert_as_torch([*outputs, *grads], theirs, x, wanted=[x])
     assert any(tensor.isnan().any() for tensor in grads) == (odd in ("NaN", "infinity"))

@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 import encore
 from encore.rnn import native, plain, tuning
 from encore.rnn.tuning import Layout
-from recurrent import KINDS, both_kernels, close, everything, kernels, pair, run
+from recurrent import KINDS, assert_as_torch, both_kernels, everything, kernels, pair
+from rounding import assert_all_as_accurate
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -51,10 +52,8 @@ def test_same_as_torch(kind: str, options: dict[str, Any], stash: str | int, ste
     x = torch.randn(*((4, 11) if options.get("batch_first") else (11, 4)), 5, requires_grad=True)
     states = states_of(theirs, 4)
     with kernels(steps):
-        outputs, grads = run(ours, x, states, wanted=[x, *leaves(states)])
-    expected, expected_grads = run(theirs, x, states, wanted=[x, *leaves(states)])
-    close(outputs, expected)
-    close(grads, expected_grads)
+        found = everything(ours, x, states, wanted=[x, *leaves(states)])
+    assert_as_torch(found, theirs, x, states, wanted=[x, *leaves(states)])
 
 
 @both_kernels
@@ -66,10 +65,8 @@ def test_projection(bidirectional: bool, stash: str | int, steps: ModuleType) ->
     x = torch.randn(9, 3, 6, requires_grad=True)
     states = states_of(theirs, 3)
     with kernels(steps):
-        outputs, grads = run(ours, x, states, wanted=[x, *states])
-    expected, expected_grads = run(theirs, x, states, wanted=[x, *states])
-    close(outputs, expected)
-    close(grads, expected_grads)
+        found = everything(ours, x, states, wanted=[x, *states])
+    assert_as_torch(found, theirs, x, states, wanted=[x, *states])
 
 
 @both_kernels
@@ -82,11 +79,9 @@ def test_packed(kind: str, bidirectional: bool, stash: str | int, steps: ModuleT
     packed = pack_sequence(sequences, enforce_sorted=False)
     states = states_of(theirs, 5)
     with kernels(steps):
-        outputs, grads = run(ours, packed, states, wanted=[*sequences, *leaves(states)])
+        found = everything(ours, packed, states, wanted=[*sequences, *leaves(states)])
     packed = pack_sequence(sequences, enforce_sorted=False)
-    expected, expected_grads = run(theirs, packed, states, wanted=[*sequences, *leaves(states)])
-    close(outputs, expected)
-    close(grads, expected_grads)
+    assert_as_torch(found, theirs, packed, states, wanted=[*sequences, *leaves(states)])
     assert ours(packed)[0].batch_sizes.tolist() == theirs(packed)[0].batch_sizes.tolist()
 
 
@@ -105,12 +100,10 @@ def test_any_shape(data: st.DataObject) -> None:
     given_input: Any = x
     if lengths is not None:
         given_input = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
-    outputs, grads = run(ours, given_input, wanted=[x])
+    found = everything(ours, given_input, wanted=[x])
     if lengths is not None:
         given_input = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
-    expected, expected_grads = run(theirs, given_input, wanted=[x])
-    close(outputs, expected)
-    close(grads, expected_grads)
+    assert_as_torch(found, theirs, given_input, wanted=[x])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,10 +154,10 @@ def test_narrow_types_are_computed_in_float32(kind: str, stash: str | int, bias:
 def test_unbatched_and_default_states(kind: str) -> None:
     theirs, ours = pair(kind, 3, 8, 2, batch_first=True)
     x = torch.randn(7, 3, requires_grad=True)
-    close(*(run(module, x, wanted=[x])[1] for module in (ours, theirs)))  # type: ignore[arg-type]
+    assert_as_torch(everything(ours, x, wanted=[x]), theirs, x, wanted=[x])
     state = torch.randn(2, 8)
     states = (state, state) if kind == "LSTM" else state
-    close(*(run(module, x, states, wanted=[x])[0] for module in (ours, theirs)))  # type: ignore[arg-type]
+    assert_as_torch(everything(ours, x, states, wanted=[x]), theirs, x, states, wanted=[x])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,10 +166,7 @@ def test_corners(kind: str, steps: int, batch: int) -> None:
     for stash in ("fast", "lean"):
         theirs, ours = pair(kind, 3, 8, stash=stash)
         x = torch.randn(steps, batch, 3, requires_grad=True)
-        outputs, grads = run(ours, x, wanted=[x])
-        expected, expected_grads = run(theirs, x, wanted=[x])
-        close(outputs, expected)
-        close(grads, expected_grads)
+        assert_as_torch(everything(ours, x, wanted=[x]), theirs, x, wanted=[x])
 
 
 @pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])
@@ -189,33 +179,35 @@ def test_cells(kind: str, stash: str) -> None:
         states = (state, state) if kind == "LSTMCell" else state
         for given_states in (states, None):
             wanted = [x] if given_states is None else [x, state]
-            outputs, grads = run(ours, x, given_states, wanted=wanted)
-            expected, expected_grads = run(theirs, x, given_states, wanted=wanted)
-            close(outputs, expected)
-            close(grads, expected_grads)
+            assert_as_torch(everything(ours, x, given_states, wanted=wanted), theirs, x, given_states, wanted=wanted)
 
 
 def test_relu() -> None:
     theirs, ours = pair("RNN", 4, 20, nonlinearity="relu")
     x = torch.randn(6, 3, 4, requires_grad=True)
-    close(*(everything(module, x, wanted=[x]) for module in (ours, theirs)))  # type: ignore[arg-type]
+    assert_as_torch(everything(ours, x, wanted=[x]), theirs, x, wanted=[x])
 
 
 def test_gradients_in_any_layout() -> None:
     """Of a sum (expanded), of the last step alone, of states alone; twice with the same graph."""
     theirs, ours = pair("LSTM", 4, 9, batch_first=True)
     x = torch.randn(3, 7, 4, requires_grad=True)
+    exact = copy.deepcopy(theirs).double()
     for loss in (
-        lambda module: module(x)[0].sum(),
-        lambda module: module(x)[0][:, -1].square().sum(),
-        lambda module: module(x)[1][1].sum(),
-        lambda module: module(x)[0].transpose(0, 2).exp().mean(),
+        lambda module, x: module(x)[0].sum(),
+        lambda module, x: module(x)[0][:, -1].square().sum(),
+        lambda module, x: module(x)[1][1].sum(),
+        lambda module, x: module(x)[0].transpose(0, 2).exp().mean(),
     ):
-        found = loss(ours)
+        found = loss(ours, x)
         first = torch.autograd.grad(found, list(ours.parameters()), retain_graph=True)
         again = torch.autograd.grad(found, list(ours.parameters()))
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
-        close(list(first), list(torch.autograd.grad(loss(theirs), list(theirs.parameters()))))
+        assert_all_as_accurate(
+            first,
+            torch.autograd.grad(loss(theirs, x), list(theirs.parameters())),
+            torch.autograd.grad(loss(exact, x.double()), list(exact.parameters())),
+        )
 
 
 def test_states_may_lie_anywhere() -> None:
@@ -223,7 +215,7 @@ def test_states_may_lie_anywhere() -> None:
     x, h, c = torch.randn(5, 3, 4), torch.randn(1, 9, 3).transpose(1, 2), torch.zeros(1, 1, 9).expand(1, 3, 9)
     for stash in ("fast", 2):
         ours.stash = stash  # type: ignore[assignment]
-        close(*(everything(module, x, (h, c), wanted=[]) for module in (ours, theirs)))  # type: ignore[arg-type]
+        assert_as_torch(everything(ours, x, (h, c), wanted=[]), theirs, x, (h, c), wanted=[])
 
 
 def test_frozen_parts_get_no_gradient() -> None:

@@ -14,7 +14,8 @@ from torch._subclasses import FakeTensorMode
 
 import encore
 from encore.rnn import WORKSPACES, native, plain
-from recurrent import KINDS, Workspace, both_kernels, close, everything, kernels, pair
+from recurrent import KINDS, Workspace, assert_as_torch, both_kernels, everything, kernels, pair
+from rounding import assert_close
 
 PACKED = torch.tensor([4, 4, 3, 1, 1])
 
@@ -211,8 +212,7 @@ def test_compiles_as_one_graph(kind: str, stash: str) -> None:
     _, ours = pair(kind, 4, 9, stash=stash, **options)
     x = torch.randn(3, 6, 4, requires_grad=True)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    expected = everything(ours, x, wanted=[x])
-    close(everything(compiled, x, wanted=[x]), expected, 1e-6)  # type: ignore[arg-type]
+    assert_as_torch(everything(compiled, x, wanted=[x]), ours, x, wanted=[x])
     for size in (2, 5):  # other batches
         assert compiled(torch.randn(size, 6, 4))[0].shape == (size, 6, 18)
 
@@ -232,14 +232,15 @@ def test_compiles_packed_sequences(keep: int) -> None:
 
     wanted = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
     compiled = torch.compile(loss, backend=noting, fullgraph=True)
-    close(
-        list(torch.autograd.grad(compiled(*tensors), wanted)), list(torch.autograd.grad(loss(*tensors), wanted)), 1e-6
-    )
+    for found, expected in zip(
+        torch.autograd.grad(compiled(*tensors), wanted), torch.autograd.grad(loss(*tensors), wanted), strict=True
+    ):
+        assert_close(found, expected)
     assert seen.count(forward("lstm")) == 1
 
 
 def test_threads_agree() -> None:
-    _, ours = pair("LSTM", 40, 96, stash=4)
+    theirs, ours = pair("LSTM", 40, 96, stash=4)
     x = torch.randn(9, 24, 40, requires_grad=True)
     before = torch.get_num_threads()
     found = []
@@ -249,8 +250,8 @@ def test_threads_agree() -> None:
             found.append(everything(ours, x, wanted=[x]))
     finally:
         torch.set_num_threads(before)
-    for other in found[1:]:
-        close(other, found[0], 1e-6)
+    for one in found:
+        assert_as_torch(one, theirs, x, wanted=[x])
 
 
 def test_packed_weights_are_as_large_as_told() -> None:

@@ -22,7 +22,8 @@ from encore.cost.cache import machine_cache
 from encore.rnn import native, tuning
 from encore.rnn.products import NarrowProduct, has_prepacked
 from encore.rnn.tuning import Layout, Size
-from recurrent import KINDS, Workspace, both_kernels, close, everything, kernels, pair
+from recurrent import KINDS, Workspace, both_kernels, everything, in_double, kernels, pair
+from rounding import assert_all_as_accurate, assert_as_accurate
 
 SIZE = Size("lstm", 8, 16, 12, 4, True, torch.float32, "cpu", 1)
 LAYOUTS = [
@@ -54,10 +55,11 @@ def test_every_layout_gives_the_same(kind: str, options: dict[str, Any], stash: 
     x = torch.randn(11, 5, 7, requires_grad=True)
     lengths = torch.tensor([11, 11, 8, 3, 1])
     for given in (lambda: x, lambda: pack_padded_sequence(x, lengths)):
-        expected = everything(theirs, given(), wanted=[x])
+        expected, exact = everything(theirs, given(), wanted=[x]), in_double(theirs, given(), wanted=[x])
         for layout in LAYOUTS:
             with tuning.forced(layout), kernels(steps):
-                close(everything(ours, given(), wanted=[x]), expected)
+                found = everything(ours, given(), wanted=[x])
+            assert_all_as_accurate(found, expected, exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -116,11 +118,11 @@ def test_products_of_narrow_rows(rows: int, units: int, depth: int) -> None:
     left, weight = torch.randn(rows, depth + 3).bfloat16()[:, :depth], torch.randn(units, depth).bfloat16()
     packed = torch.full((native.packed_numel(1, units, depth, torch.bfloat16),), math.nan).bfloat16()
     wide = torch.full((rows, units + 5), 2.0)
-    exact = left.double() @ weight.double().t()
+    exact, eager = left.double() @ weight.double().t(), left.float() @ weight.float().t()
     product = NarrowProduct(weight, packed)
     for times in (1, 2):
         (product.write if times == 1 else product.add)(left, wide[:, 2 : units + 2])
-        torch.testing.assert_close(wide[:, 2 : units + 2].double(), times * exact, rtol=1e-5, atol=1e-5)
+        assert_as_accurate(wide[:, 2 : units + 2], times * eager, times * exact)
     assert (wide[:, :2] == 2).all()
     assert (wide[:, units + 2 :] == 2).all()
 
@@ -130,7 +132,7 @@ def test_products_of_narrow_rows(rows: int, units: int, depth: int) -> None:
 def test_sums_over_narrow_rows(depth: int, rows: int, columns: int) -> None:
     left, right = torch.randn(depth, rows + 3).bfloat16()[:, :rows], torch.randn(depth, columns + 2).bfloat16()[:, 2:]
     into = torch.full((rows, columns), math.nan)
-    exact = left.double().t() @ right.double()
+    exact, eager = left.double().t() @ right.double(), left.float().t() @ right.float()
     before = torch.get_num_threads()
     found = []
     try:
@@ -138,7 +140,7 @@ def test_sums_over_narrow_rows(depth: int, rows: int, columns: int) -> None:
             torch.set_num_threads(threads)
             for times in (1, 2):
                 native.multiply_columns(left, right, into, add=times == 2)
-                torch.testing.assert_close(into.double(), times * exact, rtol=0, atol=1e-4)
+                assert_as_accurate(into, times * eager, times * exact)
             found.append(into.clone())
     finally:
         torch.set_num_threads(before)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ Fault = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def _watched() -> Iterator[None]:
-    with watchdog(60):
+    with watchdog(600):
         yield
 
 
@@ -44,12 +43,27 @@ def failing_from(call: int, number: int) -> Fault:
     return fault
 
 
-def slowly(seconds: float) -> Fault:
+def after(go: threading.Event) -> Fault:
+    """Every call waits for the event."""
+
     def fault(real: Callable[..., Any], *arguments: Any) -> Any:
-        time.sleep(seconds)
+        go.wait()
         return real(*arguments)
 
     return fault
+
+
+def when_it_waits(monkeypatch: pytest.MonkeyPatch, tier: Disk, then: Callable[[], None]) -> list[bool]:
+    """Do something when a call waits for the disk, before it waits; the list has an entry for each time."""
+    wait_until, waited = tier._wait_until, list[bool]()
+
+    def waiting(reached: Callable[[], bool]) -> None:
+        waited.append(True)
+        then()
+        wait_until(reached)
+
+    monkeypatch.setattr(tier, "_wait_until", waiting)
+    return waited
 
 
 def store_many(tier: Tier, count: int = 20) -> list[Parcel]:
@@ -247,22 +261,25 @@ def test_a_store_that_failed_is_not_read(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_slow_disk_pushes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inject(monkeypatch, "pwrite", slowly(0.02))
+    go = threading.Event()
+    inject(monkeypatch, "pwrite", after(go))
     with Disk(tmp_path, workers=1, depth=2) as tier:
-        started = time.perf_counter()
+        waited = when_it_waits(monkeypatch, tier, go.set)
         first = tier.store([torch.zeros(10)])
         second = tier.store([torch.ones(10)])
-        assert time.perf_counter() - started < 0.02, "a store returns at once"
+        assert not go.is_set(), "two stores return although nothing has been written"
         assert not tier.ready(40)
         assert tier.load(second)[0].sum() == 10, "what is not written yet is still in memory"
+        assert not waited
         store_many(tier, 10)
-        assert tier.transfers.waited_seconds > 0.1
+        assert waited, "the third one waits until there is room in the queue"
+        assert tier.transfers.waited_seconds > 0
         assert tier.load(first)[0].sum() == 0
 
 
 def test_tensors_written_to_on_their_way_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    inject(monkeypatch, "pwrite", lambda real, *arguments: (go.wait(10), real(*arguments))[1])
+    inject(monkeypatch, "pwrite", after(go))
     with Disk(tmp_path, workers=1) as tier:
         tier.store([torch.zeros(10)])
         written = torch.zeros(10)
@@ -284,19 +301,17 @@ def test_tensors_written_to_on_their_way_are_noticed(tmp_path: Path, monkeypatch
 
 
 def test_closing_wakes_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inject(monkeypatch, "pwrite", slowly(0.3))
+    go = threading.Event()
+    inject(monkeypatch, "pwrite", after(go))
     tier = Disk(tmp_path, workers=1, depth=1)
     tier.store([torch.zeros(10)])
-    closer = threading.Timer(0.05, tier.close)
-    closer.start()
-    try:
-        for _ in range(100):
-            tier.store([torch.zeros(10)])
-    except TierError as error:
-        assert "closed" in str(error)  # noqa: PT017
-    else:
-        pytest.fail("a closed tier took everything")
-    closer.join(30)
+    closer = threading.Thread(target=tier.close)
+    waited = when_it_waits(monkeypatch, tier, closer.start)
+    with pytest.raises(TierError, match="closed"):
+        tier.store([torch.zeros(10)])
+    assert waited
+    go.set()
+    closer.join()
 
 
 def test_memory_limits_of_the_first_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
