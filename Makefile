@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/encore demo
 
-test: install
+test: install lint
 	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist worksteal
 
 test-all: install lint

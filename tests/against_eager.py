@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -23,25 +22,11 @@ import encore
 from captured import gradients_for_all_outputs
 from encore.api import compiled_call
 from encore.capture import Session
-from encore.options import LOWERINGS
 from encore.schedule import replay
 from rounding import assert_as_accurate, assert_close
 
 Tensors = dict[str, torch.Tensor]
 SEED = 7
-
-
-def in_both_lowerings(argument: str, cases: Iterable[Any], fused: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test with cases and lowerings. Kernels take time to compile: `make test` has only some of the cases
-    in the fused lowering, `make test-all` every one."""
-    return pytest.mark.parametrize(
-        (argument, "lowering"),
-        [
-            pytest.param(case, lowering, marks=pytest.mark.slow if lowering == "fused" and case not in fused else ())
-            for case in cases
-            for lowering in LOWERINGS
-        ],
-    )
 
 
 def assert_matches_eager(

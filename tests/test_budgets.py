@@ -46,7 +46,7 @@ def test_ten_budgets_are_kept_with_the_same_gradients(name: str) -> None:
     keep_budgets(name, TEN_SHARES)
 
 
-@pytest.mark.parametrize("name", ["lm", "speech", "transformer"])
+@pytest.mark.parametrize("name", [pytest.param("lm", marks=pytest.mark.slow), "speech", "transformer"])
 def test_budgets_are_kept_with_the_same_gradients(name: str) -> None:
     keep_budgets(name, FEW_SHARES)
 
@@ -107,7 +107,7 @@ def test_ten_budgets_are_kept_in_kernels_as_close_to_float64_as_eager(name: str)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name not in ("lm", "speech") else ()) for name in FIVE]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name != "speech" else ()) for name in FIVE]
 )
 def test_a_fused_step_at_the_floor_is_legal_predicted_and_close_to_eager(name: str) -> None:
     workload = tiny(name)

@@ -8,9 +8,12 @@ from torch import nn
 
 import encore
 from encore.schedule import Fused
-from every_workload import every_workload
+from every_workload import FIVE, every_workload, workloads, workloads_lowered
 from rounding import FACTOR
 from tiny_steps import tiny_step
+
+FUSED = [name for name in FIVE if name != "resnet"]
+in_each_lowering, fused_workload = workloads_lowered(eager=FIVE, fused=FUSED), workloads(*FUSED)
 
 
 @every_workload
@@ -21,7 +24,7 @@ def test_a_step_equals_eager_bit_for_bit(name: str) -> None:
     assert verification.compared >= 10
 
 
-@every_workload
+@fused_workload
 def test_a_fused_step_is_as_close_to_float64_as_eager(name: str) -> None:
     step = tiny_step(name, "fused")
     assert len(step.errors) >= 10
@@ -30,19 +33,19 @@ def test_a_fused_step_is_as_close_to_float64_as_eager(name: str) -> None:
     assert step.verification.compared >= 10
 
 
-@every_workload
+@in_each_lowering
 def test_the_prediction_holds_and_is_within_one_percent(name: str, lowering: str) -> None:
     step = tiny_step(name, lowering)
     assert step.measured <= step.report.planned.step_peak <= 1.01 * step.measured
 
 
-@every_workload
+@in_each_lowering
 def test_keeping_everything_takes_no_more_than_eager(name: str, lowering: str) -> None:
     step = tiny_step(name, lowering)
     assert step.measured <= step.eager
 
 
-@every_workload
+@fused_workload
 def test_a_fused_step_takes_no_more_than_its_operators(name: str) -> None:
     fused, eager = tiny_step(name, "fused"), tiny_step(name, "eager")
     assert fused.report.planned.step_peak <= eager.report.planned.step_peak
@@ -52,7 +55,7 @@ def test_a_fused_step_takes_no_more_than_its_operators(name: str) -> None:
     assert any(isinstance(action, Fused) for action in fused.plan.schedule.forward)
 
 
-@every_workload
+@in_each_lowering
 def test_an_estimate_equals_the_report_once_workspaces_are_known(name: str, lowering: str) -> None:
     step = tiny_step(name, lowering)
     estimated = step.estimate.report
@@ -65,7 +68,7 @@ def test_an_estimate_equals_the_report_once_workspaces_are_known(name: str, lowe
         assert kept.decisions == step.report.decisions
 
 
-@every_workload
+@in_each_lowering
 def test_nothing_is_changed_where_nothing_is_asked(name: str, lowering: str) -> None:
     step = tiny_step(name, lowering)
     assert step.plan.name == "keep everything"

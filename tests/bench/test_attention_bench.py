@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from encore.bench.attention import QUICK_SIZES, attention_rows
 
 
+@pytest.mark.slow
 def test_rows() -> None:
     rows = {row.name: row for row in attention_rows(quick=True)}
     assert list(rows) == list(QUICK_SIZES)

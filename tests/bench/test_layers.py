@@ -38,6 +38,8 @@ from encore.rnn import tuning
 from encore.rnn.tuning import TORCHS
 from json_schema import violations
 
+pytestmark = pytest.mark.usefixtures("own_layers")
+
 MIB = 2**20
 LARGE = Case("large", "LSTM", 100, 64, 512, layers=2)
 GRID = [Case("grid", "LSTM", steps, batch, hidden) for steps in (10, 35) for batch in (1, 8) for hidden in (64, 256)]

@@ -21,6 +21,8 @@ from encore.errors import NeverRunError, OptionError
 from encore.tiers import Disk
 from rounding import assert_close
 
+pytestmark = pytest.mark.usefixtures("own_layers")
+
 
 def trained(report: ScanReport, **options: object) -> None:
     cell = nn.LSTMCell(4, 4)

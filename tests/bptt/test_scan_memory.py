@@ -21,7 +21,7 @@ def _watched() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("tiers", [(), ("disk",)])
+@pytest.mark.parametrize("tiers", [(), pytest.param(("disk",), marks=pytest.mark.slow)])
 def test_the_peak_does_not_grow_with_the_length(tiers: tuple[str, ...]) -> None:
     cell = nn.LSTMCell(64, 64)
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import encore
 from against_eager import assert_same, backward, gradients, run_step, session_of
 
+pytestmark = pytest.mark.mostly_eager
+
 
 class Net(nn.Module):
     def __init__(self) -> None:

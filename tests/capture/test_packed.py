@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import encore
 from against_eager import assert_matches_eager, assert_same, run_step, session_of
+from lowerings import both_lowerings
 from rounding import assert_close
 
 # Dynamo looks at `.grad` of what crosses a graph break.
@@ -76,6 +77,7 @@ def test_names_of_nodes() -> None:
     [{}, {"num_layers": 2, "bidirectional": True, "dropout": 0.4, "batch_first": True}, {"bias": False}],
     ids=["one layer", "all at once", "no bias"],
 )
+@both_lowerings
 def test_a_packed_layer(kind: str, options: dict[str, Any], lowering: str) -> None:
     x = torch.randn(*((3, 5) if options.get("batch_first") else (5, 3)), 4, requires_grad=True)
     planned = assert_matches_eager(Reader(kind, **options), x, LENGTHS, lowering=lowering, graphs=2)

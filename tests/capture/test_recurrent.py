@@ -9,10 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import encore
-from against_eager import assert_matches_eager, assert_same, gradients, in_both_lowerings
+from against_eager import assert_matches_eager, assert_same, gradients
+from lowerings import in_both_lowerings
 
 # Dynamo looks at `.grad` of what crosses a graph break.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = [
+    pytest.mark.mostly_eager,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "one layer": {},
@@ -29,7 +33,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @every_kind
-@in_both_lowerings("options", OPTIONS, ["one layer", "all at once"])
+@in_both_lowerings("options", OPTIONS, ["all at once"])
 def test_a_recurrent_layer(kind: str, options: str, lowering: str) -> None:
     assert_matches_eager(
         KINDS[kind](4, 3, **OPTIONS[options]), torch.randn(5, 2, 4, requires_grad=True), lowering=lowering

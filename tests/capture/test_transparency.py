@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import encore
 from against_eager import assert_matches_eager, assert_same, run_step, session_of
 
+pytestmark = pytest.mark.mostly_eager
+
 
 class Net(nn.Module):
     """Batch norm, dropout, a buffer that is written, tied weights, several outputs."""

@@ -14,6 +14,8 @@ import encore
 from against_eager import assert_matches_eager, run_step
 from rounding import assert_close
 
+pytestmark = pytest.mark.mostly_eager
+
 
 def data(*shape: int) -> Tensor:
     return torch.randn(*(shape or (5, 6)), requires_grad=True)

@@ -19,6 +19,8 @@ from gpu import interpreted, only_program, taken_aside
 from recurrent import KINDS, assert_as_torch, everything, kernels, pair
 from rounding import assert_close
 
+pytestmark = pytest.mark.usefixtures("own_layers")
+
 gpu = pytest.importorskip("encore.rnn.gpu")
 
 SIZES = torch.tensor([3, 3, 2, 1])

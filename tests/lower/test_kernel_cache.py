@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from against_eager import assert_close
 from caches import with_header
 from captured import captured
 from encore import cached_files
@@ -29,6 +28,7 @@ from encore.lower.inductor_private import LoweringError
 from encore.lower.kernels import KernelStore
 from encore.schedule import Fused, fuse
 from encore.schedule.kernel import Kernel
+from rounding import assert_close
 
 TESTS = Path(__file__).parents[1]
 
@@ -49,7 +49,7 @@ def check_kernel(store: KernelStore, kernel: Kernel, *, fresh: int) -> None:
     assert dict(made.refused) == {}
     assert made.fresh == fresh
     x = torch.randn(3, 5)
-    assert_close(made.compiled[kernel.key].call([x])[-1], wave(x), 2e-6)
+    assert_close(made.compiled[kernel.key].call([x])[-1], wave(x))
 
 
 @pytest.fixture
@@ -252,6 +252,7 @@ TRAIN = """
     import torch
     from torch import nn
     import encore
+from rounding import assert_close
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Hardtanh(), nn.Linear(6, 6), nn.Softmax(-1))

@@ -16,6 +16,7 @@ from encore.cost.density import densities, planned_density, planned_width
 from encore.plan import feature_maps
 from encore.plan.stand_ins import encodings
 from encore.schedule.recompute import owned
+from lowerings import fused_is_slow
 from small_steps import ByBytes
 
 
@@ -143,6 +144,7 @@ def test_widths_leave_room() -> None:
     assert planned_width(torch.empty(0, dtype=torch.int64)) == 1 / 8
 
 
+@fused_is_slow
 def test_codecs_that_lose_something_are_used_only_where_they_may_be_and_told(lowering: str) -> None:
     without = encore.compile(Rectified(), budget="min", lowering=lowering, methods="encode")
     train_step(without, X)

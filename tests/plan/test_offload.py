@@ -31,6 +31,7 @@ from encore.plan.planner import Planner, menu
 from encore.schedule import Choice, Encoded, Link, Load, Offloaded, Store, Wait, replay
 from encore.tiers import Disk, slot_file
 from encore.workloads import tiny
+from lowerings import fused_is_slow
 from masked import Gated, Pictures
 from small_steps import ByBytes, no_workspace
 from watchdog import watchdog
@@ -324,6 +325,7 @@ def test_a_code_on_disk_is_told_with_its_seconds() -> None:
 
 
 @pytest.mark.usefixtures("fast")
+@fused_is_slow
 def test_a_saved_plan_moves_the_same_values(tmp_path: Path, lowering: str) -> None:
     model = on_disk(Tower(), lowering=lowering)
     train_step(model, X)

@@ -16,6 +16,8 @@ from encore.graph import verify_graph
 from encore.schedule import Choice, Stashed, carry_out, replay, schedule_step, simulate
 from encore.schedule.stash import recurrent
 
+pytestmark = pytest.mark.usefixtures("own_layers")
+
 
 class Speech(nn.Module):
     def __init__(self, kind: str, library: Any = encore.nn) -> None:

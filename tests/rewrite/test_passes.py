@@ -318,6 +318,7 @@ def test_nothing_is_done_where_nothing_pays(monkeypatch: pytest.MonkeyPatch) -> 
     assert graph.plan.schedule.graph is graph.unplanned.schedule.graph
 
 
+@pytest.mark.slow
 def test_the_judge_measures_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("ENCORE_CACHE_DIR", str(tmp_path))

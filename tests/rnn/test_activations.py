@@ -10,6 +10,8 @@ from encore.kernels import BuildError
 from encore.rnn import native
 from encore.rnn.sequence import dense_walk
 
+pytestmark = pytest.mark.usefixtures("own_layers")
+
 LAST_PLACE = 2.0**-23
 
 

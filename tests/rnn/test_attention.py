@@ -14,6 +14,8 @@ from captured import train_step
 from recurrent import assert_as_torch, everything
 from rounding import assert_as_accurate, assert_close, assert_gradients_as_accurate
 
+pytestmark = pytest.mark.usefixtures("own_layers")
+
 
 def written_out(
     module: encore.nn.AdditiveAttention, query: Tensor, keys: Tensor, hidden: Tensor | None = None

@@ -25,6 +25,8 @@ from encore.rnn import WORKSPACES, scores, scores_native, scores_plain
 from rounding import FACTOR, assert_all_as_accurate, assert_as_accurate
 from scoring import by_formula, gradients, operands
 
+pytestmark = pytest.mark.usefixtures("own_layers")
+
 SCORES: Any = torch.ops.encore.additive_scores
 BACKWARD: Any = torch.ops.encore.additive_scores_backward
 both = pytest.mark.parametrize("kernels", [scores_native, scores_plain], ids=["native", "plain"])

@@ -15,6 +15,8 @@ import encore
 from encore.rnn import modules
 from recurrent import KINDS, assert_as_torch, both_kernels, kernels, pair, run
 
+pytestmark = pytest.mark.usefixtures("own_layers")
+
 CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 both_stashes = pytest.mark.parametrize("stash", ["fast", "lean"])
 Wrong = Callable[[Any, str], Any]

@@ -15,6 +15,8 @@ from encore.errors import OptionError
 from encore.rnn import WORKSPACES, dot, reference
 from rounding import assert_all_as_accurate, doubled
 
+pytestmark = pytest.mark.usefixtures("own_layers")
+
 OP, BACKWARD = torch.ops.encore.dot_attention, torch.ops.encore.dot_attention_backward
 
 

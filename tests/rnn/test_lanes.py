@@ -16,6 +16,8 @@ from encore.rnn.lanes import TwoLanes
 from encore.rnn.tuning import Layout
 from recurrent import KINDS
 
+pytestmark = pytest.mark.usefixtures("own_layers")
+
 LAYOUT = Layout("packed", 64, 2)
 
 

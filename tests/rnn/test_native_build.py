@@ -15,6 +15,8 @@ import pytest
 
 from encore.kernels import BuildError, build
 
+pytestmark = pytest.mark.usefixtures("own_layers")
+
 TINY = 'extern "C" int answer() { return 42; }\n'
 
 

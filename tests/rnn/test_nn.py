@@ -20,6 +20,8 @@ from encore.rnn.tuning import Layout
 from recurrent import KINDS, assert_as_torch, both_kernels, everything, kernels, pair
 from rounding import assert_all_as_accurate
 
+pytestmark = pytest.mark.usefixtures("own_layers")
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no bias": {"bias": False},

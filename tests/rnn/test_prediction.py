@@ -13,6 +13,8 @@ import encore
 from recurrent import KINDS
 from rounding import assert_gradients_as_accurate
 
+pytestmark = pytest.mark.usefixtures("own_layers")
+
 
 class Tagger(nn.Module):
     def __init__(self, kind: str, stash: str) -> None:

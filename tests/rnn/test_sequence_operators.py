@@ -17,6 +17,8 @@ from encore.rnn import WORKSPACES, native, plain
 from recurrent import KINDS, Workspace, assert_as_torch, both_kernels, everything, kernels, pair
 from rounding import assert_close
 
+pytestmark = pytest.mark.usefixtures("own_layers")
+
 PACKED = torch.tensor([4, 4, 3, 1, 1])
 
 
@@ -211,7 +213,7 @@ def test_compiles_as_one_graph(kind: str, stash: str) -> None:
     options = {"num_layers": 2, "bidirectional": True, "batch_first": True, "dropout": 0.1}
     _, ours = pair(kind, 4, 9, stash=stash, **options)
     x = torch.randn(3, 6, 4, requires_grad=True)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(ours, fullgraph=True, backend="aot_eager")
     assert_as_torch(everything(compiled, x, wanted=[x]), ours, x, wanted=[x])
     for size in (2, 5):  # other batches
         assert compiled(torch.randn(size, 6, 4))[0].shape == (size, 6, 18)

@@ -25,6 +25,8 @@ from encore.rnn.tuning import Layout, Size
 from recurrent import KINDS, Workspace, both_kernels, everything, in_double, kernels, pair
 from rounding import assert_all_as_accurate, assert_as_accurate
 
+pytestmark = pytest.mark.usefixtures("own_layers")
+
 SIZE = Size("lstm", 8, 16, 12, 4, True, torch.float32, "cpu", 1)
 LAYOUTS = [
     *(Layout(weight, rows) for weight in ("packed", "stored", "transposed", "turned") for rows in (512, 16)),

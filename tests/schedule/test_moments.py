@@ -7,8 +7,10 @@ import pytest
 
 from encore.schedule import Fused, Run
 from encore.schedule.simulate import Moment
-from every_workload import every_workload
+from every_workload import workloads_lowered
 from tiny_steps import TinyStep, tiny_step
+
+in_each_lowering = workloads_lowered(eager=("lm", "speech", "transformer"), fused=("speech",))
 
 
 def simulated(step: TinyStep) -> list[tuple[Moment, Moment | None]]:
@@ -26,7 +28,7 @@ def named(step: TinyStep, moment: Moment) -> str:
     return f"{moment.phase} {', '.join(step.plan.schedule.graph.ops[op].name for op in ops)}"
 
 
-@every_workload
+@in_each_lowering
 def test_live_bytes_equal_the_allocators_before_and_after_every_operator(name: str, lowering: str) -> None:
     step = tiny_step(name, lowering)
     assert step.graphs == 1
@@ -46,7 +48,7 @@ def test_live_bytes_equal_the_allocators_before_and_after_every_operator(name: s
     assert not in_forward, "\n".join(in_forward[:20])
 
 
-@every_workload
+@in_each_lowering
 def test_the_simulated_peak_of_an_operator_is_never_below_the_real_one(name: str, lowering: str) -> None:
     step = tiny_step(name, lowering)
     too_low = [
@@ -57,7 +59,7 @@ def test_the_simulated_peak_of_an_operator_is_never_below_the_real_one(name: str
     assert not too_low, "\n".join(too_low[:20])
 
 
-@every_workload
+@in_each_lowering
 def test_the_worst_operator_is_the_one_the_allocator_names(name: str, lowering: str) -> None:
     """The predicted and the real worst moment may tie elsewhere, but are equally high."""
     step = tiny_step(name, lowering)
