@@ -22,8 +22,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import _pytree as pytree
 
 import encore
-from against_eager import ROUNDING, largest, same_bits
+from against_eager import same_bits
 from encore.api import compiled_call
+from rounding import FACTOR, SMALLEST, ULPS, largest
 
 SEED = 11
 STEPS = 2
@@ -257,8 +258,8 @@ def _as_close(have: torch.Tensor, want: torch.Tensor, exact: torch.Tensor | None
     truth = want if exact is None else real(exact).double()
     if not torch.equal(have.isnan(), want.isnan()):
         return False
-    rounding = ROUNDING[torch.float32] * (5 if exact is None else 1)
-    return largest(have - truth) <= 1.5 * largest(want - truth) + rounding * (largest(truth) + 0.1)
+    rounding = ULPS[torch.float32] * torch.finfo(torch.float32).eps * (5 if exact is None else 1)
+    return largest(have - truth) <= FACTOR * largest(want - truth) + rounding * (largest(truth) + SMALLEST)
 
 
 def in_double(sample: Sample, weights: Any) -> Tensors:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import encore
+from rounding import assert_close
 
 WORDS = 32_000
 
@@ -57,7 +58,8 @@ def assert_lean(plain: nn.Module, **given: Any) -> int:
     for (name, mine), its in zip(planned.named_parameters(), plain.parameters(), strict=True):
         assert (mine.grad is None) == (its.grad is None), name
         if mine.grad is not None:
-            torch.testing.assert_close(mine.grad, its.grad, rtol=1e-3, atol=1e-6, msg=name)
+            assert its.grad is not None
+            assert_close(mine.grad, its.grad, name)
     report = encore.report(planned)
     measured = peak(planned, **given)
     assert measured <= report.planned.step_peak <= 1.01 * measured

@@ -23,7 +23,7 @@ from encore.rewrite.split_head import split_head
 from encore.schedule import Run, replay, schedule_step, simulate
 from encore.workloads import tiny
 from heads import BATCH, FORMS, RETURNED, STEPS, WIDTH, WORDS, Net, Tied, batch, entropy
-from rounding import assert_as_accurate, assert_named_as_accurate
+from rounding import assert_as_accurate, assert_close, assert_named_as_accurate
 
 aten = torch.ops.aten
 
@@ -101,13 +101,13 @@ def test_scores_that_are_returned_are_read_in_slices(form: str) -> None:
             found, saved = results[: len(outputs)], results[len(outputs) :]
             gradients = lowered.backward([*saved, torch.ones_like(found[0])])
         for have, want in zip(found, outputs, strict=True):
-            torch.testing.assert_close(have, want)
+            assert_close(have, want)
         of = {id(primal): gradient for primal, gradient in zip(primals, gradients, strict=True)}
         for tensor, want, exactly in zip(mine, its, truth, strict=True):
             have = of.get(id(tensor))
             assert (have is None) == (want is None)
             if have is not None and want is not None and exactly is not None:
-                assert_as_close(have, want, exactly, ROUNDING[torch.float32], str(tensor.shape))
+                assert_as_accurate(have, want, exactly, str(tensor.shape))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
