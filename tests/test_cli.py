@@ -133,20 +133,21 @@ options:
   --json                print the figures as JSON
 """,
     "bench": """\
-usage: encore bench [-h] [--quick] [--json FILE] [--plots FOLDER] [--docs] [--schema] [suite]
+usage: encore bench [-h] [--quick] [--minutes MINUTES] [--json FILE] [--plots FOLDER] [--docs] [--schema] [suite]
 
 Compare Encore with eager PyTorch and with torch.compile.
 
 positional arguments:
-  suite           spine, fast, plan, echo, gist, rnn, rnn-workloads, accuracy or bptt (default: echo)
+  suite              spine, fast, plan, echo, gist, rnn, rnn-workloads, accuracy or bptt (default: echo)
 
 options:
-  -h, --help      show this help message and exit
-  --quick         tiny sizes: does everything work?
-  --json FILE     write the numbers to FILE as JSON
-  --plots FOLDER  draw the suite into FOLDER, as PNG and as a page
-  --docs          write the suite's page in docs
-  --schema        print the JSON Schema of the suite's JSON; nothing runs
+  -h, --help         show this help message and exit
+  --quick            tiny sizes: does everything work?
+  --minutes MINUTES  leave systems out to be done in about so many minutes
+  --json FILE        write the numbers to FILE as JSON
+  --plots FOLDER     draw the suite into FOLDER, as PNG and as a page
+  --docs             write the suite's page in docs
+  --schema           print the JSON Schema of the suite's JSON; nothing runs
 """,
 }
 
@@ -342,3 +343,11 @@ def test_bench_lists_the_suites_it_knows(capsys: pytest.CaptureFixture[str]) -> 
     assert "no suite is called 'ecko'; known suites: spine, fast, plan, echo, gist, rnn" in capsys.readouterr().err
     assert main(["bench", "fast", "--plots", "."]) == 1
     assert "has no picture" in capsys.readouterr().err
+
+
+def test_bench_takes_minutes_for_suites_that_can_leave_systems_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "rnn", "--minutes", "5"]) == 1
+    assert "'rnn' leaves nothing out; --minutes is for echo, gist, rnn-workloads" in capsys.readouterr().err
+    for minutes in ("0", "-1", "nan", "inf"):
+        assert main(["bench", "gist", "--minutes", minutes]) == 1
+        assert "is no time to run a suite in" in capsys.readouterr().err

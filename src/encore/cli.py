@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import math
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -136,6 +137,7 @@ def parser() -> argparse.ArgumentParser:
     suites = "spine, fast, plan, echo, gist, rnn, rnn-workloads, accuracy or bptt (default: echo)"
     bench.add_argument("suite", nargs="?", default="echo", help=suites)
     bench.add_argument("--quick", action="store_true", help="tiny sizes: does everything work?")
+    bench.add_argument("--minutes", type=float, help="leave systems out to be done in about so many minutes")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE as JSON")
     bench.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the suite into FOLDER, as PNG and as a page")
     bench.add_argument("--docs", action="store_true", help="write the suite's page in docs")
@@ -245,6 +247,11 @@ def run_bench(arguments: argparse.Namespace) -> int:
         return DONE
     if arguments.plots is not None and arguments.suite not in results.DRAWN:
         raise OptionError(f"the suite {arguments.suite!r} has no picture; leave --plots out")
+    if arguments.minutes is not None and arguments.suite not in results.LIMITED:
+        limited = ", ".join(results.LIMITED)
+        raise OptionError(f"the suite {arguments.suite!r} leaves nothing out; --minutes is for {limited}")
+    if arguments.minutes is not None and not 0 < arguments.minutes < math.inf:
+        raise OptionError(f"--minutes {arguments.minutes:g} is no time to run a suite in; give a positive number")
     docs = results.docs_page(arguments.suite).parent if arguments.docs else None
     folder = None if arguments.json is None else arguments.json.parent
     for option, needed in {"--json": folder, "--plots": arguments.plots, "--docs": docs}.items():
@@ -254,7 +261,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
             check_folder(needed)
     if arguments.json is not None:
         check_file(arguments.json)
-    found = results.run(arguments.suite, quick=arguments.quick)
+    found = results.run(arguments.suite, quick=arguments.quick, minutes=arguments.minutes)
     print(found.text)
     if found.interrupted:
         print("encore: interrupted; this is what was done before, and nothing of it was written", file=sys.stderr)

@@ -21,7 +21,7 @@ from encore.bench.contest import SUITES, ContestSuite, Entry, Outcome, run_conte
 from encore.bench.contest_table import COLUMNS, both_against_each, cells, page, render, summary
 from encore.bench.machine import this_machine
 from encore.cli import main
-from encore.workloads import WORKLOADS, tiny
+from encore.workloads import WORKLOADS, build, tiny
 from json_schema import violations
 from rounding import assert_close
 
@@ -34,6 +34,8 @@ def outcome(system: str, peak: int, against_eager: float = 1.0, **more: Any) -> 
         seconds=0.5,
         quietest=0.4,
         against_eager=against_eager,
+        lowest=against_eager - 0.02,
+        highest=against_eager + 0.03,
         peak=peak,
         reduction=100 * MIB / peak,
         first_step=1.5,
@@ -46,7 +48,8 @@ def suite() -> ContestSuite:
         outcome("eager", 100 * MIB),
         outcome("checkpoint per block", 50 * MIB, 1.3),
         outcome("activation_memory_budget 0.5", 60 * MIB, 0.9),
-        outcome("activation_memory_budget 0.1", 70 * MIB, 0.9, gradient_difference=0.7),
+        outcome("activation_memory_budget 0.1", 70 * MIB, 0.9, gradient_difference=0.7, own_draws=True),
+        outcome("Encore, both, lossy", 30 * MIB, 0.8, gradient_difference=0.7),
         outcome("Encore", 40 * MIB, 0.97, predicted=40 * MIB, plan_seconds=0.25, predicted_seconds=0.38),
         outcome("Encore, as fast as eager", 25 * MIB, 0.99, predicted=25 * MIB, plan_seconds=0.25),
         outcome("Encore, budget='min'", 20 * MIB, 1.5, predicted=20 * MIB, plan_seconds=0.25),
@@ -102,7 +105,7 @@ def test_a_part_of_a_suite_is_shown_and_not_written(
         (tmp_path / folder).mkdir()
     (tmp_path / "found.json").write_text("before")
     part = dataclasses.replace(suite(), interrupted=True)
-    monkeypatch.setattr(contest, "run_contest", lambda name, *, quick: part)
+    monkeypatch.setattr(contest, "run_contest", lambda name, *, quick, minutes: part)
     assert main(["bench", "echo", "--json", "found.json", "--plots", "plots", "--docs"]) == 1
     told = capsys.readouterr()
     assert told.out == render(part) + "\n"
@@ -129,14 +132,16 @@ def failing(error: Exception, steps: int = 0) -> Callable[[nn.Module], nn.Module
     return lambda model: Failing(model, error, steps)
 
 
-def contest_of(monkeypatch: pytest.MonkeyPatch, **peers: Callable[[nn.Module], nn.Module]) -> dict[str, Outcome]:
+def contest_of(
+    monkeypatch: pytest.MonkeyPatch, minutes: float | None = None, **peers: Callable[[nn.Module], nn.Module]
+) -> dict[str, Outcome]:
     """These on a tiny network, and no Encore."""
     monkeypatch.setattr(contest, "_peers", lambda entry, *, quick: peers.items())
     no_plan = failing(encore.EncoreError("no plan\nat all"))
     monkeypatch.setattr(encore, "compile", lambda model, **options: no_plan(model))
     monkeypatch.setattr(contest, "SLOW", math.inf)  # a busy machine takes as many steps as an idle one
     monkeypatch.setitem(SUITES, "echo", {"lm": Entry(("LSTMCell",))})
-    found = run_contest("echo", quick=True)
+    found = run_contest("echo", quick=True, minutes=minutes)
     assert page(found)
     plots.png(plots.tradeoffs(found.outcomes))
     return {one.system: one for one in found.outcomes["lm"]}
@@ -166,6 +171,40 @@ def test_a_workload_that_eager_cannot_train_is_shown_as_failing(monkeypatch: pyt
     assert {name: one.failure for name, one in found.items()} == {"eager": "MemoryError: no room"}
 
 
+class Noisy(torch.nn.Module):
+    """A peer that draws masks of its own, and says so, on a model with or without any."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any) -> Any:
+        torch.rand(1)
+        return self.model(*args)
+
+
+@pytest.mark.parametrize(("dropout", "told"), [(0.5, True), (0.0, False)])
+def test_own_draws_are_those_of_systems_with_a_generator_of_their_own_and_models_that_draw(
+    monkeypatch: pytest.MonkeyPatch, dropout: float, told: bool
+) -> None:
+    monkeypatch.setattr(systems, "OWN_DRAWS", (Noisy,))
+    monkeypatch.setattr(contest, "build", lambda name, **sizes: build("transformer", size="tiny", dropout=dropout))
+    found = contest_of(monkeypatch, eager=systems.eager, other=systems.SavedOnCpu, noisy=Noisy)
+    assert {name: one.own_draws for name, one in found.items() if one.ran} == {
+        "eager": False, "other": False, "noisy": told,
+    }  # fmt: skip
+    assert (cells("transformer", found["noisy"])[-1] == "own draws") is told
+
+
+def test_in_few_minutes_only_what_is_always_there_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    for minutes, ran in ((1e-9, {"eager"}), (1e9, {"eager", "save_on_cpu"})):
+        found = contest_of(monkeypatch, minutes, eager=systems.eager, save_on_cpu=systems.SavedOnCpu)
+        assert {system for system, one in found.items() if one.ran} == ran
+        assert found["save_on_cpu"].left_out == ("" if minutes > 1 else contest.NO_TIME)
+        assert found["Encore, budget='min'"].left_out == ("" if minutes > 1 else contest.NO_TIME)
+        assert found["Encore, everything kept"].failure
+
+
 def test_gradients_that_are_no_numbers_are_not_the_same() -> None:
     ones, nans = torch.ones(3), torch.tensor([1.0, math.nan, 1.0])
     assert largest_difference([ones, ones], [ones, ones]) == 0
@@ -178,8 +217,12 @@ def test_gradients_that_are_no_numbers_are_not_the_same() -> None:
 def test_a_row_says_what_was_predicted_and_a_failure_says_why() -> None:
     rows = {one.system: cells("transformer", one) for one in suite().outcomes["transformer"]}
     assert all(len(row) == len(COLUMNS) for row in rows.values())
-    assert rows["Encore"][2:8] == ("40.00 MiB", "2.50x", "40.00 MiB", "500.0 ms", "0.97", "0.95")
+    assert rows["Encore"][2:8] == (
+        "40.00 MiB", "2.50x", "40.00 MiB", "500.0 ms", "0.97 (0.95-1.00), within noise", "0.95",
+    )  # fmt: skip
+    assert rows["checkpoint per block"][6] == "1.30 (1.28-1.33)"
     assert rows["activation_memory_budget 0.1"][-1] == "own draws"
+    assert rows["Encore, both, lossy"][-1] == "7.0e-01, far off", "it draws what eager draws"
     assert rows["torch.compile"][2] == "failed: RuntimeError: no"
     assert rows["save_on_cpu"][2] == "left out: it is late"
 

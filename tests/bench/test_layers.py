@@ -47,12 +47,12 @@ SUITE = LayerSuite(
     this_machine(),
     False,
     (
-        Outcome(LARGE, THEIRS, 0.9, 0.88, 1.0, 5, 100 * MIB, 80 * MIB),
-        Outcome(LARGE, "fast", 0.72, 0.7, 1.25, 5, 40 * MIB, 30 * MIB, "packed, 1024 rows"),
-        Outcome(LARGE, "lean", 0.9, 0.88, 1.0, 5, 20 * MIB, 6 * MIB),
-        Outcome(LARGE, PRODUCTS, 0.6, 0.6, 1.5, 5),
+        Outcome(LARGE, THEIRS, 0.9, 0.88, 1.0, (1.0, 1.0), 5, 100 * MIB, 80 * MIB),
+        Outcome(LARGE, "fast", 0.72, 0.7, 1.25, (1.2, 1.3), 5, 40 * MIB, 30 * MIB, "packed, 1024 rows"),
+        Outcome(LARGE, "lean", 0.9, 0.88, 1.0, (0.9, 1.1), 5, 20 * MIB, 6 * MIB),
+        Outcome(LARGE, PRODUCTS, 0.6, 0.6, 1.5, (1.4, 1.6), 5),
         *(
-            Outcome(case, system, 0.01, 0.01, speed, 9, MIB, MIB)
+            Outcome(case, system, 0.01, 0.01, speed, (speed, speed), 9, MIB, MIB)
             for case in GRID
             for system, speed in ((THEIRS, 1.0), ("fast", 2.0 if case.batch == 1 else 0.5), ("lean", 1.0))
         ),
@@ -65,10 +65,10 @@ def test_rows() -> None:
     found = {row[1]: row for row in rows(SUITE)}
     assert all(len(row) == len(COLUMNS) for row in found.values())
     assert found["fast"] == (
-        "LSTM T100 B64 H512 x2", "fast", "720.0 ms", "1.25x", "1.20", "40.00 MiB", "0.40", "30.00 MiB", "0.38", "5",
-        "packed, 1024 rows",
+        "LSTM T100 B64 H512 x2", "fast", "720.0 ms", "1.25 (1.20-1.30)", "1.20", "40.00 MiB", "0.40", "30.00 MiB",
+        "0.38", "5", "packed, 1024 rows",
     )  # fmt: skip
-    assert found[PRODUCTS][3:6] == ("1.50x", "1.00", "")
+    assert found[PRODUCTS][3:6] == ("1.50 (1.40-1.60)", "1.00", "")
 
 
 def test_attention_has_a_table_of_its_own() -> None:

@@ -28,9 +28,9 @@ MIB = 2**20
 
 def suite() -> PlanSuite:
     found = (
-        BudgetOutcome(10 * MIB, 10 * MIB, 10 * MIB, 0.4, 1.5, 0.0),
-        BudgetOutcome(20 * MIB, 19 * MIB, 19 * MIB, 0.1, 1.2, 1e-7),
-        BudgetOutcome(30 * MIB, 30 * MIB, 31 * MIB, 0.0, 1.0, 0.0),
+        BudgetOutcome(10 * MIB, 10 * MIB, 10 * MIB, 0.4, 1.5, (1.4, 1.6), 0.0),
+        BudgetOutcome(20 * MIB, 19 * MIB, 19 * MIB, 0.1, 1.2, (1.0, 1.3), 1e-7),
+        BudgetOutcome(30 * MIB, 30 * MIB, 31 * MIB, 0.0, 1.0, (0.9, 1.1), 0.0),
     )
     planning = PlanningTime("nmt", 10_000, 7_500, 2.5, {"facts": 0.5, "verify": 0.1, "plan": 1.9}, 5.0)
     return PlanSuite(this_machine(), True, 2, {"lm": found}, (planning,))
@@ -47,6 +47,9 @@ def test_a_broken_budget_is_shouted() -> None:
     rows = [budget_cells("lm", one) for one in suite().budgets["lm"]]
     assert all(len(row) == len(BUDGET_COLUMNS) for row in rows)
     assert [row[4] for row in rows] == ["yes", "yes", "NO"]
+    assert [row[6] for row in rows] == [
+        "1.50 (1.40-1.60)", "1.20 (1.00-1.30), within noise", "1.00 (0.90-1.10), within noise",
+    ]  # fmt: skip
 
 
 def test_the_time_to_plan_is_told_beside_that_of_pytorch() -> None:

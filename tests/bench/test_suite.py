@@ -19,8 +19,9 @@ from encore.progress import progress
 from json_schema import violations
 
 MACHINE = Machine(
-    encore="0.1.0", torch="2.13.0", python="3.11.9", system="Linux x86_64", processor="A processor",
-    cpu_capability="AVX2", cores=2, threads=2, memory=2**34, compiler=None, cuda=(),
+    encore="0.1.0", commit="0123456789", date="2026-01-31", torch="2.13.0", python="3.11.9",
+    system="Linux x86_64", processor="A processor", cpu_capability="AVX2", cores=2, threads=2, memory=2**34,
+    compiler=None, cuda=(),
 )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ predicted              2.02 MiB           2.02 MiB
 error                    +0.78%             +0.78%
 eager step             500.0 ms           500.0 ms
 Encore step            550.0 ms           550.0 ms
-ratio (spread)  1.10 (1.05-1.25)   1.10 (1.05-1.25)
+ratio (spread)  1.10 (1.05-1.25), within noise  1.10 (1.05-1.25), within noise
 first step               4.00 s             4.00 s
 capture                  1.50 s             1.50 s
 plan                   250.0 ms           250.0 ms
@@ -61,6 +62,7 @@ def test_page_names_machine_and_versions_and_nothing_private() -> None:
     text = page(SUITE_FOUND)
     assert "| nmt | 1,234 | 3.00 MiB | 2.00 MiB | 2.02 MiB | +0.78% |" in text
     assert "- processor: A processor\n" in text
+    assert "- commit: 0123456789\n- date: 2026-01-31\n" in text
     assert "- torch: 2.13.0\n" in text
     assert "9 rounds a workload" in text
     assert str(Path.home()) not in page(Suite(this_machine(), True, (made_up("nmt"),)))

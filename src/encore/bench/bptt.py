@@ -101,7 +101,7 @@ class Outcome:
     """States that went to disk at another step than was planned, which changes the runs a little."""
 
 
-LAYOUT = Layout("encore_bench_bptt", 5)
+LAYOUT = Layout("encore_bench_bptt", 6)
 
 
 @dataclass(frozen=True, slots=True)

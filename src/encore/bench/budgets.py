@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 import encore
-from encore.bench.compare import Trainee, gradients, median_ratio, relative_distance, times_in_turns
+from encore.bench.compare import Trainee, gradients, median_ratio, ratio_spread, relative_distance, times_in_turns
 from encore.progress import progress
 from encore.workloads import Workload, build
 
@@ -28,6 +28,8 @@ class BudgetOutcome:
     predicted_overhead: float
     against_kept: float
     """Step time over that of the plan that keeps everything: the median of the rounds."""
+    spread: tuple[float, float]
+    """Its lowest and highest round."""
     gradient_difference: float
     """Distance of all gradients from those of the plan that keeps everything, relative to their size."""
 
@@ -69,6 +71,7 @@ def _sweep(make: Callable[[], Workload], rounds: int, tell: Callable[[str], None
                 measured=measured,
                 predicted_overhead=report.planned.overhead,
                 against_kept=median_ratio(seconds["planned"], seconds["kept"]),
+                spread=ratio_spread(seconds["planned"], seconds["kept"]),
                 gradient_difference=relative_distance(gradients(planned.model), truth),
             )
         )

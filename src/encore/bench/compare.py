@@ -216,6 +216,12 @@ def median_ratio(mine: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(one / other for one, other in zip(mine, others, strict=True))
 
 
+def ratio_spread(mine: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """The lowest and the highest round of `median_ratio`."""
+    ratios = [one / other for one, other in zip(mine, others, strict=True)]
+    return min(ratios), max(ratios)
+
+
 def gradients(model: nn.Module) -> list[torch.Tensor]:
     """Those of the last step, in double precision."""
     return [parameter.grad.double() for parameter in model.parameters() if parameter.grad is not None]

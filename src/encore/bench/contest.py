@@ -24,7 +24,16 @@ from torch import nn
 
 import encore
 from encore.bench import systems
-from encore.bench.compare import WARM_UP, Trainee, gradients, median_ratio, relative_distance, times_in_turns
+from encore.bench.compare import (
+    SEED,
+    WARM_UP,
+    Trainee,
+    gradients,
+    median_ratio,
+    ratio_spread,
+    relative_distance,
+    times_in_turns,
+)
 from encore.bench.machine import Machine, this_machine
 from encore.bench.schema import Layout
 from encore.progress import Advance, progress
@@ -34,9 +43,7 @@ ROUNDS, QUICK_ROUNDS = 5, 2
 FEWER_ROUNDS = {"gist": 3}
 """Where a step takes seconds and there are many systems."""
 SLOW = 2.0
-"""Seconds of a step from which on nothing is warmed up beyond the first two steps, and two rounds must do: what takes
-so long varies little."""
-SLOW_ROUNDS = 2
+"""Seconds of a step from which on nothing is warmed up beyond the first two steps."""
 TRIAL_ROUNDS = 3
 MARGIN = 0.85
 """How much of the time that eager takes longer may go into recomputation; the rest is for noise."""
@@ -51,6 +58,9 @@ AS_FAST, AS_SMALL = "Encore, as fast as eager", "Encore at the checkpoints' peak
 ENCODING, RECOMPUTING, BOTH = "Encore, encoding alone", "Encore, recomputing alone", "Encore, both"
 LOSSY_ENCODING, LOSSY_BOTH = f"{ENCODING}, lossy", f"{BOTH}, lossy"
 AT_ITS_PEAK = "Encore, both at the better's peak"
+ALWAYS = ("eager", BY_HAND, "torch.compile", f"{WITHIN_BUDGET} {min(SETTINGS)}", KEPT, DEFAULT, AS_FAST, BOTH)
+"""Systems that run however little time there is."""
+NO_TIME = "no time for it in the minutes that the suite was given"
 NO_SPEED = f"how much slower it may be is told by {KEPT!r}, which failed"
 
 
@@ -116,6 +126,9 @@ class Outcome:
     quietest: float = 0.0
     """The fastest step of all rounds: what it takes when nobody disturbs it, which is what Encore predicts."""
     against_eager: float = 0.0
+    lowest: float = 0.0
+    """Of the rounds' ratios to eager."""
+    highest: float = 0.0
     peak: int = 0
     reduction: float = 0.0
     """Eager's peak over this one's."""
@@ -125,6 +138,8 @@ class Outcome:
     first_step: float = 0.0
     gradient_difference: float = 0.0
     """Distance of all gradients from eager's, relative to those."""
+    own_draws: bool = False
+    """The model draws, and the system draws other numbers than eager: gradients cannot be compared."""
     failure: str = ""
     left_out: str = ""
     """Why it was not tried."""
@@ -138,7 +153,7 @@ class Outcome:
         return self.system.startswith("Encore")
 
 
-LAYOUT = Layout("encore_contest", 2)
+LAYOUT = Layout("encore_contest", 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +178,21 @@ class ContestSuite:
         return LAYOUT.to_json(asdict(self))
 
 
-def run_contest(suite: str, *, quick: bool = False) -> ContestSuite:
+def run_contest(suite: str, *, quick: bool = False, minutes: float | None = None) -> ContestSuite:
     """Measure everything, telling on stderr how far it is. `quick` takes tiny sizes, fewer rounds and one
-    setting of `activation_memory_budget`."""
+    setting of `activation_memory_budget`. With `minutes`, every workload has an equal share of the time that is left,
+    and systems that would take longer are left out; those of `ALWAYS` are not, and no row has fewer rounds."""
+    ends = None if minutes is None else time.perf_counter() + 60 * minutes
     rounds = QUICK_ROUNDS if quick else FEWER_ROUNDS.get(suite, ROUNDS)
     outcomes: dict[str, tuple[Outcome, ...]] = {}
     gradient_bytes: dict[str, int] = {}
     interrupted = False
-    for name, entry in SUITES[suite].items():
+    for number, (name, entry) in enumerate(SUITES[suite].items()):
+        now = time.perf_counter()
+        until = None if ends is None else now + (ends - now) / (len(SUITES[suite]) - number)
         make = functools.partial(build, name, **(TINY_SIZES[name] if quick else entry.sizes))
         try:
-            found = tuple(_compare(name, entry, make, METHODS.get(suite, {}), rounds=rounds, quick=quick))
+            found = tuple(_compare(name, entry, make, METHODS.get(suite, {}), rounds=rounds, quick=quick, until=until))
             if found[0].ran:  # eager's, without which there is nothing
                 gradient_bytes[name] = sum(parameter.nbytes for parameter in make().model.parameters())
         except KeyboardInterrupt:
@@ -190,9 +209,14 @@ def run_contest(suite: str, *, quick: bool = False) -> ContestSuite:
 class _Contest:
     """The systems that take part on one workload, each with its first step behind it."""
 
-    def __init__(self, make: Callable[[], Workload], tell: Advance) -> None:
+    def __init__(
+        self, make: Callable[[], Workload], tell: Advance, rounds: int = ROUNDS, until: float | None = None
+    ) -> None:
         self.make = make
         self.tell = tell
+        self.rounds = rounds
+        self.until = until
+        """When it should be over, by the clock of `time.perf_counter`; `None` where it may take any time."""
         self.trainees: dict[str, Trainee] = {}
         self.first: dict[str, float] = {}
         self.peaks: dict[str, int] = {}
@@ -203,6 +227,10 @@ class _Contest:
         self.left_out: dict[str, str] = {}
         self.slow = False
         """Does a step of eager take long?"""
+        self.draws = False
+        """Does a step of eager draw random numbers?"""
+        self.own_draws: set[str] = set()
+        """Systems that draw numbers of their own."""
 
     @functools.cached_property
     def batch(self) -> Batch:
@@ -211,12 +239,19 @@ class _Contest:
     def enter(self, system: str, compile_: Callable[[nn.Module], Any]) -> Trainee | None:
         """Take the first step, a second to measure the peak, and warm up; a system that cannot is out, with its
         reason. Eager comes first: others are compared with it."""
+        if not self._has_time(system):
+            self.leave_out(system, NO_TIME)
+            return None
         try:
             trainee = Trainee(compile_(self.make().model), self.batch)
             started = time.perf_counter()
             trainee.timed()
             self.first[system] = time.perf_counter() - started
             self.peaks[system] = trainee.measured().step_peak
+            if system == "eager":  # it was measured from a seed
+                self.draws = not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(SEED).get_state())
+            if self.draws and systems.draws_its_own(compile_):
+                self.own_draws.add(system)
             found = gradients(trainee.model)
             self.truth = self.truth or found
             self.distances[system] = relative_distance(found, self.truth)
@@ -230,6 +265,15 @@ class _Contest:
         self.trainees[system] = trainee
         self.tell(f"{system}: first step and warm-up")
         return trainee
+
+    def _has_time(self, system: str) -> bool:
+        """Is there time for its first step, which takes about as long as that of its like, and for all rounds?"""
+        if self.until is None or system in ALWAYS:
+            return True
+        like = KEPT if system.startswith("Encore") else "torch.compile" if system.startswith(WITHIN_BUDGET) else "eager"
+        step = self.first["eager"]
+        expected = self.first.get(like, step) + 2 * step + self.rounds * step * (len(self.trainees) + 1)
+        return time.perf_counter() + expected < self.until
 
     def leave_out(self, system: str, why: str) -> None:
         self.left_out[system] = why
@@ -270,10 +314,11 @@ def _compare(
     *,
     rounds: int,
     quick: bool,
+    until: float | None = None,
 ) -> Iterator[Outcome]:
     peers = dict(_peers(entry, quick=quick))
     with progress(f"{name:<11}", len(peers) + (len(methods) + 3 if methods else 5) + rounds) as tell:
-        contest = _Contest(make, tell)
+        contest = _Contest(make, tell, rounds, until)
         seconds = _measured(contest, peers, methods, rounds)
     if "eager" in contest.failures:  # nothing can be held against it
         yield Outcome("eager", failure=contest.failures["eager"])
@@ -305,7 +350,7 @@ def _measured(
     else:
         _enter_settings(contest, speed)
     contest.enter(FLOOR, functools.partial(encore.compile, budget="min"))
-    return contest.times(list(contest.trainees), SLOW_ROUNDS if contest.slow else rounds, contest.tell)
+    return contest.times(list(contest.trainees), rounds, contest.tell)
 
 
 def _enter_settings(contest: _Contest, speed: float | None) -> None:
@@ -354,12 +399,15 @@ def _outcome(
     eager: Sequence[float],
 ) -> Outcome:
     peak = contest.peaks[system]
+    lowest, highest = ratio_spread(mine, eager)
     report = encore.report(contest.trainees[system].model) if system.startswith("Encore") else None
     return Outcome(
         system=system,
         seconds=statistics.median(mine),
         quietest=min(mine),
         against_eager=median_ratio(mine, eager),
+        lowest=lowest,
+        highest=highest,
         peak=peak,
         reduction=contest.peaks["eager"] / peak,
         predicted=None if report is None else report.planned.step_peak,
@@ -367,4 +415,5 @@ def _outcome(
         plan_seconds=None if report is None else report.first_step["plan"],
         first_step=contest.first[system],
         gradient_difference=contest.distances[system],
+        own_draws=system in contest.own_draws,
     )

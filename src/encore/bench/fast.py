@@ -26,12 +26,14 @@ import torch
 from torch import nn
 
 import encore
+from encore.bench import systems
 from encore.bench.compare import (
     SEED,
     WARM_UP,
     Trainee,
     gradients,
     median_ratio,
+    ratio_spread,
     relative_distance,
     times_in_turns,
 )
@@ -49,7 +51,7 @@ NMT_STEPS = 30
 
 SYSTEMS: dict[str, Callable[[nn.Module], Any]] = {
     "eager": lambda model: model,
-    "torch.compile": torch.compile,
+    "torch.compile": systems.compiled,
     "Encore, eager lowering": functools.partial(encore.compile, lowering="eager", overhead=0.0),
     "Encore": functools.partial(encore.compile, overhead=0.0),
 }
@@ -63,12 +65,16 @@ class Outcome:
     system: str
     seconds: float
     against_eager: float
+    spread: tuple[float, float]
+    """The lowest and the highest of the rounds' ratios to eager."""
     against_compile: float
     peak: int
     predicted: int | None
     """What Encore said before the step ran."""
     gradient_error: float
     """Distance of all gradients from the float64 ones, relative to those."""
+    own_draws: bool
+    """The model draws, and the system draws other numbers than eager: gradients cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,7 @@ class FirstStep:
     kernels: int = 0
 
 
-LAYOUT = Layout("encore_bench_fast", 2)
+LAYOUT = Layout("encore_bench_fast", 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +135,18 @@ def compare_systems(make: Callable[[], Workload], *, rounds: int) -> list[Outcom
             tell(f"{system}: first step and warm-up")
         seconds = times_in_turns(trainees, rounds, tell)
     truth = _true_gradients(make(), batch)
+    draws = not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(SEED).get_state())
     return [
         Outcome(
             system=system,
             seconds=statistics.median(seconds[system]),
             against_eager=median_ratio(seconds[system], seconds["eager"]),
+            spread=ratio_spread(seconds[system], seconds["eager"]),
             against_compile=median_ratio(seconds[system], seconds["torch.compile"]),
             peak=trainee.measured().step_peak,
             predicted=encore.report(trainee.model).planned.step_peak if system.startswith("Encore") else None,
             gradient_error=relative_distance(gradients(trainee.model), truth),  # of the step just measured, from `SEED`
+            own_draws=draws and systems.draws_its_own(SYSTEMS[system]),
         )
         for system, trainee in trainees.items()
     ]

@@ -9,17 +9,16 @@ from rich.console import Console
 from rich.table import Table
 
 from encore.bench.fast import FastSuite, FirstStep, Outcome
-from encore.bench.table import machine_section, markdown_row, seconds_text
+from encore.bench.table import machine_section, markdown_row, seconds_text, spread_text
 from encore.units import bytes_text
 
 COLUMNS = ("workload", "system", "step", "/ eager", "/ torch.compile", "peak", "predicted", "gradient error")
 FIRST_COLUMNS = ("system", "time steps", "caches", "first step", "capture", "plan", "compile", "first run", "kernels")
-OWN_DRAWS = 0.1
-"""An error beyond this is no rounding: the system draws other dropout masks than eager does."""
 READING = """\
 Eager PyTorch, `torch.compile` (its defaults) and Encore run in one process for each workload, in turns, on the same
 seed and batch; a step is forward and backward. The ratios are medians of the rounds, each of a system's step time over
-another's in the same round. **Peak** is what the allocator reports for one step; **predicted** is what Encore said
+another's in the same round, that to eager with the lowest and the highest round, "within noise" where these are further
+apart than the median is from 1. **Peak** is what the allocator reports for one step; **predicted** is what Encore said
 before it. **Gradient error** is the distance of all gradients from those of a float64 copy of the model, relative to
 their size; a system that draws its own dropout masks has none. First steps are those of the translator, each in a
 fresh process."""
@@ -30,13 +29,11 @@ def cells(workload: str, found: Outcome) -> tuple[str, ...]:
         workload,
         found.system,
         seconds_text(found.seconds),
-        f"{found.against_eager:.2f}",
+        "1.00" if found.system == "eager" else spread_text(found.against_eager, *found.spread),
         f"{found.against_compile:.2f}",
         bytes_text(found.peak),
         "" if found.predicted is None else bytes_text(found.predicted),
-        "own draws"
-        if found.gradient_error > OWN_DRAWS and found.system == "torch.compile"
-        else f"{found.gradient_error:.1e}",
+        "own draws" if found.own_draws else f"{found.gradient_error:.1e}",
     )
 
 

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import encore
 from encore.bench.attention import AttentionRow, attention_rows
-from encore.bench.compare import median_ratio
+from encore.bench.compare import median_ratio, ratio_spread
 from encore.bench.machine import Machine, this_machine
 from encore.bench.schema import Layout
 from encore.progress import progress
@@ -97,6 +97,8 @@ class Outcome:
     """The fastest round."""
     speed: float
     """`torch.nn`'s time over this one's: the median of the rounds."""
+    spread: tuple[float, float]
+    """Its lowest and highest round."""
     rounds: int
     peak: int = 0
     saved: int = 0
@@ -105,7 +107,7 @@ class Outcome:
     """How its work is laid out, where there is a choice."""
 
 
-LAYOUT = Layout("encore_bench_rnn", 3)
+LAYOUT = Layout("encore_bench_rnn", 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,8 @@ def compare_layers(case: Case, seconds: float) -> Iterator[Outcome]:
     bytes_ = {system: (one.peak(), one.saved()) for system, one in contestants.items()}
     for system, mine in took.items():
         yield Outcome(
-            case, system, statistics.median(mine), min(mine), median_ratio(took[THEIRS], mine), len(mine),
+            case, system, statistics.median(mine), min(mine), median_ratio(took[THEIRS], mine),
+            ratio_spread(took[THEIRS], mine), len(mine),
             *bytes_.get(system, (0, 0)), layout=_layout(case, system),
         )  # fmt: skip
 

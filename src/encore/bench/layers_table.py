@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from encore.bench.layers import PRODUCTS, THEIRS, LayerSuite, Outcome
-from encore.bench.table import machine_section, markdown_table, seconds_text, terminal_table
+from encore.bench.table import machine_section, markdown_table, seconds_text, spread_text, terminal_table
 from encore.rnn.tuning import TORCHS
 from encore.units import bytes_text
 
@@ -15,7 +15,8 @@ COLUMNS = ("layers", "system", "step", "speed", "/ products", "peak", "/ torch.n
            "layout")  # fmt: skip
 READING = """\
 Recurrent layers of `torch.nn` and of Encore in one process, in turns; a step is forward and backward of the layers
-alone. **Speed** is `torch.nn`'s time over this one's, the median of the rounds. **Products alone** are the step's
+alone. **Speed** is `torch.nn`'s time over this one's, the median of the rounds with the lowest and the highest one,
+"within noise" where these are further apart than the median is from 1. **Products alone** are the step's
 matrix products, each in its fastest operand order and with nothing in between: a limit; **/ products** is a step's time
 over theirs. **Peak** is what the allocator reports for one step, gradients included; **saved** is what autograd holds
 between forward and backward beside inputs and parameters. `packed` sequences have lengths from T down to T / 4. Cells
@@ -31,7 +32,7 @@ def cells(suite: LayerSuite, one: Outcome) -> tuple[str, ...]:
         str(one.case),
         one.system,
         seconds_text(one.seconds),
-        f"{one.speed:.2f}x",
+        "1.00" if one.system == THEIRS else spread_text(one.speed, *one.spread),
         f"{one.seconds / limit[0].seconds:.2f}" if limit else "",
         bytes_text(one.peak) if measured else "",
         f"{one.peak / theirs.peak:.2f}" if measured else "",

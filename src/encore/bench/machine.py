@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import shutil
@@ -14,13 +15,19 @@ import torch
 CPU_FACTS = Path("/proc/cpuinfo")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 COMPILERS = ("c++", "g++", "clang++")
+PACKAGE = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Versions and hardware. No host name, no path."""
+    """Versions, hardware and day. No host name, no path."""
 
     encore: str
+    commit: str
+    """Of the repository that the package is run from, with a plus sign if its files were changed since; empty for an
+    installed package."""
+    date: str
+    """The day, in UTC."""
     torch: str
     python: str
     system: str
@@ -45,6 +52,8 @@ def this_machine() -> Machine:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Machine(
         encore=__version__,
+        commit=_commit(),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         torch=torch.__version__,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
@@ -56,6 +65,22 @@ def this_machine() -> Machine:
         compiler=_compiler(),
         cuda=tuple(torch.cuda.get_device_name(index) for index in range(count)),
     )
+
+
+def _commit() -> str:
+    """What `git` says of the package's own repository; an installed package may lie in somebody else's."""
+    if not (PACKAGE.parents[1] / ".git").exists():
+        return ""
+    head, changes = _git("rev-parse", "--short=10", "HEAD"), _git("status", "--porcelain", "--", str(PACKAGE))
+    return "" if head is None else f"{head.strip()}{'+' if changes else ''}"
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(PACKAGE), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _processor() -> str:

@@ -19,7 +19,7 @@ from encore.workloads import TINY_SIZES, build
 ROUNDS, QUICK_ROUNDS = 3, 1
 
 
-LAYOUT = Layout("encore_bench_plan", 3)
+LAYOUT = Layout("encore_bench_plan", 4)
 
 
 @dataclass(frozen=True, slots=True)

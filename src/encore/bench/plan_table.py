@@ -7,7 +7,7 @@ from itertools import pairwise
 from encore.bench.budgets import BudgetOutcome
 from encore.bench.plan import PlanSuite
 from encore.bench.planning import PlanningTime
-from encore.bench.table import machine_section, markdown_table, seconds_text, terminal_table
+from encore.bench.table import machine_section, markdown_table, seconds_text, spread_text, terminal_table
 from encore.units import bytes_text
 
 BUDGET_COLUMNS = (
@@ -17,7 +17,8 @@ PLANNING_COLUMNS = ("workload", "joint nodes", "operators", "Encore", "PyTorch",
 BUDGETS = """\
 Ten budgets from the floor to what the step takes with everything kept, each a compilation of its own. Budgets and peaks
 are without the resident bytes (parameters, buffers, inputs). **/ everything kept** is the step time over that of the
-plan that keeps everything, the median of the rounds; **gradients** is the distance from that plan's."""
+plan that keeps everything, the median of the rounds with the lowest and the highest one, "within noise" where these are
+further apart than the median is from 1; **gradients** is the distance from that plan's."""
 PLANNING = """\
 From the traced joint graph to the chosen plan, beside `min_cut_rematerialization_partition` on the same graph."""
 
@@ -30,7 +31,7 @@ def budget_cells(workload: str, found: BudgetOutcome) -> tuple[str, ...]:
         bytes_text(found.measured),
         "yes" if found.kept else "NO",
         f"{found.predicted_overhead:.1%}",
-        f"{found.against_kept:.2f}",
+        spread_text(found.against_kept, *found.spread),
         f"{found.gradient_difference:.1e}",
     )
 

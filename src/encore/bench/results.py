@@ -130,26 +130,28 @@ def _bptt(*, quick: bool) -> Results:
     return Results("bptt", render(suite), suite.to_json(), page(suite), lambda: plots.through_time(suite.outcomes))
 
 
-def _contest(name: str, *, quick: bool) -> Results:
+def _contest(name: str, *, quick: bool, minutes: float | None) -> Results:
     from encore.bench.contest import run_contest
     from encore.bench.contest_table import page, render
 
-    suite = _timed(lambda: run_contest(name, quick=quick))
+    suite = _timed(lambda: run_contest(name, quick=quick, minutes=minutes))
     return Results(
         name, render(suite), suite.to_json(), page(suite), lambda: plots.tradeoffs(suite.outcomes), suite.interrupted
     )
 
 
 SUITES = ("spine", "fast", "plan", "echo", "gist", "rnn", "rnn-workloads", "accuracy", "bptt")
+LIMITED = ("echo", "gist", "rnn-workloads")
+"""Suites that can be given a number of minutes."""
 DRAWN = ("plan", "echo", "gist", "rnn", "rnn-workloads", "accuracy", "bptt")
 
 
-def run(suite: str, *, quick: bool) -> Results:
-    """Run one suite."""
+def run(suite: str, *, quick: bool, minutes: float | None = None) -> Results:
+    """Run one suite; those of `LIMITED` in about so many minutes."""
     own = {
         "spine": _spine, "fast": _fast, "plan": _plan, "rnn": _layers, "accuracy": _accuracy, "bptt": _bptt,
     }  # fmt: skip
-    return own[suite](quick=quick) if suite in own else _contest(suite, quick=quick)
+    return own[suite](quick=quick) if suite in own else _contest(suite, quick=quick, minutes=minutes)
 
 
 def schema(suite: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ ROUNDS = 9
 QUICK_ROUNDS = 7
 
 
-LAYOUT = Layout("encore_bench", 2)
+LAYOUT = Layout("encore_bench", 3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,14 @@
-"""What people would use instead: each as a function from a model to something that trains like it."""
+"""What people would use instead: each as a function from a model to something that trains like it.
+
+`OWN_DRAWS` names those whose random numbers are not eager's: Inductor has a generator of its own, so that a model with
+dropout gets other masks, and gradients that cannot be compared.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +36,14 @@ def within_budget(model: nn.Module, setting: float) -> Any:
             return compile_fx(module, inputs)  # type: ignore[arg-type]
 
     return torch.compile(model, backend=backend)
+
+
+OWN_DRAWS = (compiled, within_budget)
+
+
+def draws_its_own(prepare: Callable[..., Any]) -> bool:
+    """Does this system draw other random numbers than eager does?"""
+    return getattr(prepare, "func", prepare) in OWN_DRAWS
 
 
 def checkpointed(model: nn.Module, classes: Sequence[str]) -> nn.Module:

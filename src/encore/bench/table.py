@@ -24,7 +24,8 @@ Eager PyTorch and Encore's eager lowering run in one process, in turns, on the s
 and backward.
 **Peaks** are what the allocator reports for one step above what was alive before it; **predicted** is what Encore said
 before the step ran, and **error** how far that lies above what was measured. **Ratio** is Encore's step time over
-eager's: the median of the rounds, with the lowest and the highest round. **First step** is the first one through
+eager's: the median of the rounds, with the lowest and the highest round, "within noise" where these are further apart
+than the median is from 1. **First step** is the first one through
 Encore with everything in it; **capture** is the trace of the joint graph, **plan** is everything from that graph to
 callables, **simulator** one walk over the finished schedule. **Gradients** is the largest absolute difference between
 the two sides."""
@@ -41,7 +42,7 @@ def cells(found: Comparison) -> tuple[str, ...]:
         f"{found.prediction_error:+.2%}",
         seconds_text(found.eager_seconds),
         seconds_text(found.encore_seconds),
-        f"{found.ratio:.2f} ({found.lowest_ratio:.2f}-{found.highest_ratio:.2f})",
+        spread_text(found.ratio, found.lowest_ratio, found.highest_ratio),
         seconds_text(found.first_step_seconds),
         seconds_text(found.capture_seconds),
         seconds_text(found.plan_seconds),
@@ -118,16 +119,25 @@ def markdown_row(texts: Sequence[str]) -> str:
     return f"| {' | '.join(texts)} |"
 
 
+def spread_text(median: float, lowest: float, highest: float) -> str:
+    """A ratio with its lowest and highest round: '0.91 (0.88-0.97)'. Where the rounds lie further apart than the median
+    is from 1, that is said."""
+    noise = ", within noise" if highest - lowest > abs(median - 1) else ""
+    return f"{median:.2f} ({lowest:.2f}-{highest:.2f}){noise}"
+
+
 def machine_section(machine: Machine, seconds: float) -> list[str]:
-    """How a page ends: where its figures come from, and how long they took."""
+    """How a page ends: commit, machine and day of its figures, and how long they took."""
     rows = [*machine_rows(machine), ("the suite took", seconds_text(seconds))]
-    return ["## The machine", "", *(f"- {name}: {value}" for name, value in rows), ""]
+    return ["## Commit and machine", "", *(f"- {name}: {value}" for name, value in rows), ""]
 
 
 def machine_rows(machine: Machine) -> list[tuple[str, str]]:
     """Name and value of every fact, as text."""
     return [
         ("encore", machine.encore),
+        ("commit", machine.commit or "unknown: an installed package"),
+        ("date", machine.date),
         ("torch", machine.torch),
         ("python", machine.python),
         ("system", machine.system),
