@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import encore
-from against_eager import in_both_lowerings
 from captured import Perceptron, drop_gradients, train_step
 from encore.api import compiled_call
 from encore.errors import CheckError
@@ -21,6 +20,7 @@ from encore.options import LOWERINGS
 from encore.rewrite import Judge
 from encore.rewrite.edit import Editor
 from encore.schedule.reuse import write_over_dying
+from lowerings import in_both_lowerings
 
 aten = torch.ops.aten
 

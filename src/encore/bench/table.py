@@ -14,7 +14,7 @@ from encore.bench.suite import Suite
 from encore.units import bytes_text
 
 WIDTH = 160
-WIDEST = 180
+WIDEST = 220
 COLUMNS = (
     "workload", "operators", "eager peak", "Encore peak", "predicted", "error", "eager step", "Encore step",
     "ratio (spread)", "first step", "capture", "plan", "simulator", "gradients",
