@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from captured import captured, drop_gradients, train_step
 from encore.errors import IllegalGraphError
 from encore.graph import Graph, OpClass, verify_graph
 from encore.graph.values import Ref
-from encore.rewrite import Judge
+from encore.rewrite import PASSES, Judge
 from encore.rewrite.edit import Editor
 from one_pass import gradients
 
@@ -135,6 +136,45 @@ def test_views_of_a_gradient_that_is_masked_earlier(lowering: str) -> None:
     assert encore.verify(model, x)
     drop_gradients(model)
     assert encore.measure(lambda: train_step(model, x)).step_peak <= graph.plan.timeline.step_peak
+
+
+class Unrolled(nn.Module):
+    """Products that are stacked, each read by its place in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.again = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x[0])
+        for part in x.unbind(0):
+            seen = self.enter(part)
+            h = torch.tanh(seen + self.again(h)) + seen.as_strided((3, 1), (16, 1), 5)
+        return h.pow(2).mean()
+
+
+def test_as_strided_finds_the_elements_it_names_in_a_stacked_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Judge, "stacking_pays", lambda *_: True)
+    torch.manual_seed(0)
+    assert "hoist_projections" in assert_right(Unrolled(), torch.randn(8, 3, 16), within=1.5)
+
+
+def test_a_pass_that_makes_an_illegal_graph_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def corrupt(graph: Graph, judge: Judge) -> Iterator[Graph]:
+        editor = Editor(graph)
+        editor.graph.values[-1].storage = None
+        editor.changed = True
+        yield editor.finish()
+
+    monkeypatch.setitem(PASSES, "fold_additions", corrupt)
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="the pass fold_additions is left out, because it made an illegal graph"):
+        graph = captured(TwoHeads(), torch.randn(8, 8, 16, 16), lowering="fused")
+    assert "fold_additions" not in graph.rewrites
+    monkeypatch.setenv("ENCORE_CHECK", "1")
+    torch._dynamo.reset()
+    with pytest.raises(IllegalGraphError):
+        captured(TwoHeads(), torch.randn(8, 8, 16, 16), lowering="fused")
 
 
 def graph_with_views() -> Graph:

@@ -17,6 +17,9 @@ from encore.graph import Graph, Op, OpClass, Storage, Value
 from encore.graph.on_shapes import windows
 from encore.graph.ops import SIDE_EFFECTS, classify
 from encore.graph.values import Ref, block_bytes, contiguous_strides, map_refs, refs
+from encore.graph.verify import STORAGE_OFFSET
+
+AS_STRIDED = torch.ops.aten.as_strided.default
 
 
 class Editor:
@@ -119,8 +122,20 @@ class Editor:
         for number in moved:
             self.graph.values[number].storage = new
             self.graph.values[number].offset += offset
+            self._shift_places(number, offset)
         self.graph.storages[new].values += moved
         self.graph.storages[old].values = []
+
+    def _shift_places(self, value: int, offset: int) -> None:
+        """`as_strided` may name a place in the storage: it is `offset` elements further on now."""
+        for reader in self.graph.values[value].readers:
+            op = self.graph.ops[reader]
+            if op.target is not AS_STRIDED or value not in op.reads:
+                continue
+            if len(op.args) > STORAGE_OFFSET and op.args[STORAGE_OFFSET] is not None:
+                op.args = (*op.args[:STORAGE_OFFSET], op.args[STORAGE_OFFSET] + offset)
+            elif op.kwargs.get("storage_offset") is not None:
+                op.kwargs = {**op.kwargs, "storage_offset": op.kwargs["storage_offset"] + offset}
 
     def viewed(self, beside: Op, number: int, shape: Sequence[int]) -> Ref:
         """A value in another shape, which its strides must allow."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
+from encore.checking import checks_enabled
 from encore.errors import IllegalGraphError
 from encore.graph import Graph, verify_graph
 from encore.rewrite.block_attention import block_attention
@@ -94,17 +96,13 @@ def rewrite(
     graph: Graph, judge: Judge, *, peak: Callable[[Graph], int], skip: Collection[str] = (), limit: int
 ) -> Rewritten:
     """Run the passes, or, where the very bits are asked for, those that change none. `peak` simulates a graph; what
-    would lift it above `limit` bytes does not stay; nor does another order that lifts it at all. What a pass made is
-    verified before anything else looks at it."""
+    would lift it above `limit` bytes does not stay; nor does another order that lifts it at all."""
     applied = []
     for name, attempts in PASSES.items():
         if name in skip or (judge.exact and name not in EXACT):
             continue
-        for attempt in attempts(graph, judge):
-            if attempt is graph:
-                continue
-            _verify(name, attempt)
-            if peak(attempt) <= (peak(graph) if name in ORDERS else limit):
+        for attempt in _legal(name, attempts(graph, judge)):
+            if attempt is not graph and peak(attempt) <= (peak(graph) if name in ORDERS else limit):
                 graph = attempt
                 applied.append(name)
                 break
@@ -112,10 +110,18 @@ def rewrite(
     return Rewritten(graph, tuple(applied))
 
 
-def _verify(name: str, graph: Graph) -> None:
+def _legal(name: str, attempts: Iterator[Graph]) -> Iterator[Graph]:
+    """What a pass made, verified before anything else looks at it. A graph that breaks a rule does not stay: the step
+    runs without the pass."""
     try:
-        verify_graph(graph)
+        for attempt in attempts:
+            verify_graph(attempt)
+            yield attempt
     except IllegalGraphError as error:
-        raise IllegalGraphError(
-            f"{error}, after the pass {name}: a bug in Encore, please report it; skip=({name!r},) leaves the pass out"
-        ) from None
+        if checks_enabled():
+            raise
+        warnings.warn(
+            f"encore: the pass {name} is left out, because it made an {error}. The step runs without it; this is a bug "
+            f"in Encore, please report it with the model. skip=({name!r},) silences this warning",
+            stacklevel=2,
+        )
