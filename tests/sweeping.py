@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import logging
 import warnings
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import _pytree as pytree
 
@@ -87,6 +89,7 @@ def try_sample(sample: Sample, lowering: str, *, measure: bool = False) -> Outco
 def _through_encore(sample: Sample, lowering: str, weights: Any, eager: Tensors, measure: bool) -> Outcome:
     compiled = encore.compile(step_of(sample), budget="min", lowering=lowering)
     outcome = Outcome()
+    counters.clear()
     with failed_probes() as outcome.probes:
         try:
             found = [run(compiled, sample, weights) for _ in range(STEPS)]
@@ -96,12 +99,12 @@ def _through_encore(sample: Sample, lowering: str, weights: Any, eager: Tensors,
             outcome.wrong.append(f"raises {type(error).__name__}: {first_line(error)}")
             return outcome
     session = compiled_call(compiled).session
-    broken = [graph.break_reason for graph in session.graphs if graph.break_reason]
+    broken = [first_line(reason) for kind in ("graph_break", "unimplemented") for reason in counters[kind]]
     outcome.planned = bool(session.graphs) and not session.plain and not broken
     if session.plain:
         outcome.reason = first_line(session.plain[0].reason)
     elif not outcome.planned:
-        outcome.reason = f"graph break: {first_line(broken[0])}" if broken else "no graph reached Encore"
+        outcome.reason = f"graph break: {broken[0]}" if broken else "no graph reached Encore"
     exact = in_double(sample, weights) if lowering == "fused" else None
     for step in found:
         outcome.wrong += differences(step, eager, exact)
@@ -305,6 +308,23 @@ def first_line(error: object) -> str:
 
 
 # -- PyTorch's databases ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def databases() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Operators with a gradient in float32 on CPU, and modules, by name."""
+    flags = "__allow_nonbracketed_mutation_flag"  # importing forbids every later test to set backends' flags
+    before = getattr(torch.backends, flags)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal import common_methods_invocations as invocations
+        from torch.testing._internal.common_modules import module_db
+    setattr(torch.backends, flags, before)
+    # Samples that draw set a seed first, with context managers that Dynamo does not trace. Steps are seeded here.
+    setattr(invocations, "wrapper_set_seed", lambda operator, *args, **kwargs: operator(*args, **kwargs))  # noqa: B010
+    operators = [info for info in invocations.op_db if info.supports_autograd]
+    operators = [info for info in operators if torch.float32 in info.supported_dtypes("cpu")]
+    return {name_of(info): info for info in operators}, {name_of(info): info for info in module_db}
 
 
 def operator_samples(info: Any, most: int) -> list[Sample]:

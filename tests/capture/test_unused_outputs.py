@@ -343,3 +343,14 @@ def test_a_model_that_is_gone_leaves_its_parameters() -> None:
     torch.compiler.reset()
     gc.collect()
     assert weight() is None
+
+
+def test_a_gradient_that_depends_on_no_other_is_made_as_in_eager(lowering: str) -> None:
+    """`torch.normal` passes zeros on to its mean and deviation, whatever gradient it is given."""
+
+    def function(mean: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor:
+        return torch.normal(mean * 1, deviation.exp()).sum()
+
+    leaves = [torch.randn(5, requires_grad=True) for _ in range(2)]
+    encore.compile(function, lowering=lowering)(*leaves).backward()
+    assert [leaf.grad.tolist() for leaf in leaves if leaf.grad is not None] == [[0.0] * 5] * 2

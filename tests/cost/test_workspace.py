@@ -191,6 +191,8 @@ STEPS = {
     "kl_div": lambda x: F.kl_div(x.log_softmax(-1), torch.full_like(x, 0.125), reduction="batchmean"),
     "cross_entropy": lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(144, dtype=torch.int64)),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "drawn_around_a_mean": lambda x: x * torch.normal(x.detach(), 1.0),
+    "drawn_with_a_probability": lambda x: x * torch.bernoulli(x.detach().sigmoid()),
     "dropout": lambda x: F.dropout(x, 0.5),
     "last_step": lambda x: x[:, -1],
     "transposed": lambda x: x.transpose(1, 2),
@@ -201,6 +203,7 @@ STEPS = {
     "log_sum_exp": lambda x: x.logsumexp(1),
     "spectrum": lambda x: torch.fft.rfft(x).abs(),
     "powers_of_integers": lambda x: x * torch.exp2((x > 0).long()),
+    "complex_numbers": lambda x: torch.view_as_real(torch.polar(x, x) * (1 + 2j)).sum(),
     "cumulated_exponents": lambda x: x.logcumsumexp(1),
     "solved": lambda x: torch.linalg.solve(x[:, :, :6] + 9 * torch.eye(6), x),
 }

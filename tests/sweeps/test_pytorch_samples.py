@@ -6,34 +6,18 @@ are to run. A part of the sweep: `pytest tests/sweeps -k "eager and linalg"`.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import Any
 
 import pytest
-import torch
 
-from left_to_pytorch import DIFFERENT_BITS, REFUSALS
-from sweeping import Outcome, Sample, module_samples, name_of, operator_samples, try_sample
+from left_to_pytorch import DIFFERENT_BITS, REFUSED
+from sweeping import Outcome, Sample, databases, module_samples, operator_samples, try_sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 SAMPLES = 2
 FUSED_EACH = 8
 """One entry in so many is tried in the fused lowering as well, whose kernels take seconds to compile."""
-
-
-@functools.cache
-def databases() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Operators with a gradient in float32 on CPU, and modules, by name."""
-    flags = "__allow_nonbracketed_mutation_flag"  # importing forbids every later test to set backends' flags
-    before = getattr(torch.backends, flags)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.testing._internal.common_methods_invocations import op_db
-        from torch.testing._internal.common_modules import module_db
-    setattr(torch.backends, flags, before)
-    operators = [info for info in op_db if info.supports_autograd and torch.float32 in info.supported_dtypes("cpu")]
-    return {name_of(info): info for info in operators}, {name_of(info): info for info in module_db}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -64,7 +48,8 @@ def check(name: str, outcome: Outcome, lowering: str) -> None:
     if lowering == "fused" or name not in DIFFERENT_BITS:
         assert not outcome.wrong
     if outcome.tried and not outcome.planned:
-        assert any(known in outcome.reason for known in REFUSALS), outcome.reason
+        assert name in REFUSED, outcome.reason
+        assert REFUSED[name] in outcome.reason
     if outcome.measured and not outcome.noted:
         assert outcome.measured <= outcome.predicted
 

@@ -71,8 +71,9 @@ class Tangents:
         """Can the graph be cut down?"""
         reach = _reaches(graph, nodes)
         flat = pytree.arg_tree_leaves(*graph.output_node().args)
-        self.gradients = [reach.get(node, frozenset()) for node in flat[num_outputs:]]
-        """For each gradient that the graph makes, the tangents it depends on."""
+        self.gradients = [reach.get(node, self.everything) for node in flat[num_outputs:]]
+        """For each gradient that the graph makes, the tangents it depends on. One that depends on none (the zeros of
+        `torch.normal`) is made for whichever is given, as in eager."""
         self.joint = torch_private.graph_in_place_of(joint, _lean_copy(graph)) if self.optional else None
 
     @property

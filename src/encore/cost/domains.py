@@ -395,6 +395,12 @@ DOMAINS: Mapping[str, Mapping[str, Domain]] = {
 }
 
 
+def domain_key(op: Op) -> str:
+    """What a measurement's key has to say about the values of operands: workspaces may depend on them."""
+    aten = isinstance(op.target, torch._ops.OpOverload) and op.target.namespace == "aten"
+    return " in domain" if aten and op.target.overloadpacket.__name__ in DOMAINS else ""
+
+
 ELEMENT_BY_ELEMENT = (Between, Constant, Indices, EachDimension, Sizes)
 """Domains that do not depend on where an element is: they fill memory, whatever its layout."""
 

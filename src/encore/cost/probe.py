@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ import torch
 
 from encore.cost.domains import Fill, fill_by_default, operand_domains
 from encore.cost.measure import measure_cpu, measure_cuda
-from encore.graph import Graph, Op
+from encore.cost.timing import generators_kept
+from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST
 from encore.graph.values import Value, map_refs, span_bytes
 from encore.lower.calls import callable_for
@@ -22,9 +24,9 @@ if TYPE_CHECKING:
 def probe_workspace(graph: Graph, op: Op) -> int:
     """Bytes the operator had allocated at its worst moment beyond what its results hold in the end."""
     call = made_up_call(graph, op)
-    measure = measure_cuda if on_cuda(graph, op) else measure_cpu
-    with torch.no_grad():
-        measured = measure(call)
+    cuda = on_cuda(graph, op)
+    with torch.no_grad(), generators_kept(cuda=cuda) if op.kind is OpClass.RANDOM else contextlib.nullcontext():
+        measured = (measure_cuda if cuda else measure_cpu)(call)
     return measured.step_peak - measured.left
 
 

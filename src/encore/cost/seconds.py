@@ -10,7 +10,6 @@ much memory), costs what its arithmetic and bytes say.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import weakref
 
@@ -20,15 +19,16 @@ from encore.codecs import Codec
 from encore.cost.allocator import profiler_is_running
 from encore.cost.cache import machine_cache
 from encore.cost.codec_timing import CodecCall, codec_of
+from encore.cost.domains import domain_key
 from encore.cost.probe import footprint, made_up_call, on_cuda
 from encore.cost.rates import Rates, is_duration
 from encore.cost.roofline import kernel_roofline, op_roofline
 from encore.cost.room import has_room, sets_of_operands
-from encore.cost.signature import can_run, is_here, is_pure_aten, signature
+from encore.cost.signature import as_first_drawn, can_run, is_here, is_pure_aten, signature
 from encore.cost.timing import MOST_SECONDS, generators_kept, seconds_of
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_codec
-from encore.graph.random_ops import DrawAgain, DrawState
+from encore.graph.random_ops import DrawState
 from encore.graph.tier_ops import is_transfer
 from encore.schedule import Fused, Run, Schedule
 
@@ -95,7 +95,7 @@ class Seconds:
             return
         for op, over, seconds in costs:
             if op.kind is not OpClass.VIEW:
-                spent[_operator(graph, _as_first_drawn(op), over)] += seconds
+                spent[_operator(graph, as_first_drawn(op), over)] += seconds
         total = sum(spent.values())
         large = [(key, share) for key in spent if (share := spent[key] / total) >= LEAST_SHARE]
         for _ in range(ROUNDS):
@@ -136,7 +136,7 @@ class Seconds:
         codec = codec_of(op) if is_codec(op.target) else None
         if codec is not None:
             return self._of_codec(graph, op, codec)
-        op = _as_first_drawn(op)
+        op = as_first_drawn(op)
         key = _operator(graph, op, over)
         known = self._recall(key)
         if known is not None:
@@ -164,15 +164,7 @@ class Seconds:
 
 
 def _operator(graph: Graph, op: Op, over: int | None) -> str:
-    return f"seconds {signature(graph, op)}{'' if over is None else ' over'}"
-
-
-def _as_first_drawn(op: Op) -> Op:
-    """Drawing again costs what the draw itself did."""
-    if not isinstance(op.target, DrawAgain):
-        return op
-    drawn = dataclasses.replace(op, target=op.target.target, args=op.args[1:], kind=OpClass.RANDOM)
-    return dataclasses.replace(drawn, reads=op.reads[1:])
+    return f"seconds {signature(graph, op)}{domain_key(op)}{'' if over is None else ' over'}"
 
 
 def _kernel(kernel_key: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import torch
 
 from encore.graph import Graph, Op, OpClass
+from encore.graph.random_ops import DrawAgain
 from encore.graph.values import Ref
 from encore.rnn import WORKSPACES
 
@@ -53,6 +55,21 @@ def is_pure_aten(op: Op) -> bool:
     if not isinstance(op.target, torch._ops.OpOverload):
         return False
     return op.kind in (OpClass.CHEAP, OpClass.HEAVY) or (op.kind is OpClass.OPAQUE and op.target.namespace == "aten")
+
+
+def as_first_drawn(op: Op) -> Op:
+    """The draw that an operator repeats; the operator itself if it repeats none."""
+    if not isinstance(op.target, DrawAgain):
+        return op
+    drawn = dataclasses.replace(op, target=op.target.target, args=op.args[1:], kind=OpClass.RANDOM)
+    return dataclasses.replace(drawn, reads=op.reads[1:])
+
+
+def draws_from_aten(op: Op) -> bool:
+    """Does it draw with an operator of PyTorch's own, from a default generator? That can be put back."""
+    if op.kind is not OpClass.RANDOM or getattr(op.target, "namespace", "") != "aten":
+        return False
+    return not any(isinstance(argument, torch.Generator) for argument in (*op.args, *op.kwargs.values()))
 
 
 def can_run(graph: Graph, op: Op) -> bool:

@@ -22,9 +22,10 @@ import torch
 from encore.codecs import WORKSPACES as CODING
 from encore.cost.allocator import profiler_is_running
 from encore.cost.cache import machine_cache
+from encore.cost.domains import domain_key
 from encore.cost.probe import footprint, on_cuda, probe_workspace
 from encore.cost.room import has_room
-from encore.cost.signature import can_run, is_pure_aten, signature
+from encore.cost.signature import as_first_drawn, can_run, draws_from_aten, is_pure_aten, signature
 from encore.graph import Graph, Op, OpClass
 from encore.graph.on_shapes import on_shapes
 from encore.graph.ops import is_pointwise
@@ -43,6 +44,8 @@ WORKSPACES = {**RECURRENT, **CODING}
 BOXED_SCALARS = 16
 """A Python number among tensors becomes a tensor of 8 bytes, and 4 more where it is converted."""
 
+BOXED_COMPLEX = 24
+"""The same for a complex number: 16 bytes, and 8 where it is converted."""
 MASKS = {aten.where.self: 0, aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor: 1}
 """Operands, by position, that are read as they are whatever their type."""
 CASTS = frozenset({aten._to_copy.default, aten.copy.default})
@@ -87,14 +90,25 @@ class Workspaces:
         if op.target in WORKSPACES:
             return _told(graph, op)
         if not is_pure_aten(op):
-            if isinstance(op.target, DrawAgain):  # the state that the generator goes back to
-                return _drawn(graph, op, op.target.target) + graph.bytes_of(op.reads[0])
+            if op.kind is OpClass.RANDOM or isinstance(op.target, DrawAgain):
+                return self._of_draw(graph, op)
             if op.kind is OpClass.OPAQUE and isinstance(op.target, torch._ops.OpOverload):
                 self._bounded.setdefault(graph, {})[str(op.target)] = "none is counted: custom operators are not probed"
-            return _drawn(graph, op, op.target) if op.kind is OpClass.RANDOM else 0
+            return 0
         if is_pointwise(op.target):
             return _pointwise(graph, op)
-        key = f"workspace {signature(graph, op)}"
+        return self._measured(graph, op)
+
+    def _of_draw(self, graph: Graph, op: Op) -> int:
+        """A draw; one that is repeated has the state that the generator goes back to as well."""
+        first = as_first_drawn(op)
+        state = 0 if first is op else graph.bytes_of(op.reads[0])
+        if draws_from_aten(first):
+            return state + self._measured(graph, first)
+        return state + _drawn(graph, first)
+
+    def _measured(self, graph: Graph, op: Op) -> int:
+        key = f"workspace {signature(graph, op)}{domain_key(op)}"
         if key not in self._known:
             self._known[key] = self._ask(graph, op, key)
         if key in self._bounds:
@@ -137,9 +151,9 @@ class Workspaces:
         return ""
 
 
-def _drawn(graph: Graph, op: Op, target: object) -> int:
+def _drawn(graph: Graph, op: Op) -> int:
     """Where there are many, coins are flipped by a kernel of Encore's on a copy of the generator's state."""
-    if target != torch.ops.encore.dropout_mask.default:
+    if op.target != torch.ops.encore.dropout_mask.default:
         return BOXED_SCALARS
     coins = sum(graph.bytes_of(value) for value in op.writes if value is not None)
     return STATE_BYTES if coins >= FEW else BOXED_SCALARS
@@ -154,6 +168,7 @@ def _told(graph: Graph, op: Op) -> int:
 def _pointwise(graph: Graph, op: Op) -> int:
     """A number among the operands is boxed; an operand of another type is cast into a temporary."""
     boxed = BOXED_SCALARS if any(isinstance(argument, int | float) for argument in op.args) else 0
+    boxed = BOXED_COMPLEX if any(isinstance(argument, complex) for argument in op.args) else boxed
     if len({graph.values[value].dtype for value in op.reads}) < 2:
         return boxed + _cast_to_result(graph, op)
     reads = [value for position, value in enumerate(op.reads) if position != MASKS.get(op.target)]
@@ -189,6 +204,8 @@ def _bound_of_kernel(graph: Graph, action: Fused) -> int:
 
 
 def _bound(graph: Graph, op: Op) -> int:
+    if op.kind is OpClass.RANDOM:
+        return BOXED_SCALARS
     packet = op.target.overloadpacket.__name__
     if packet in REORDERS:
         return _reordered(graph, op)
