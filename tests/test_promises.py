@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import encore
+from encore.graph import verify_graph
 from encore.schedule import Fused
 from every_workload import FIVE, every_workload, workloads, workloads_lowered
 from rounding import FACTOR
@@ -31,6 +32,11 @@ def test_a_fused_step_is_as_close_to_float64_as_eager(name: str) -> None:
     mine, eager = (sum(errors[side] ** 2 for errors in step.errors.values()) ** 0.5 for side in (0, 1))
     assert mine <= FACTOR * eager + 1e-6
     assert step.verification.compared >= 10
+
+
+@in_each_lowering
+def test_captured_graphs_are_legal(name: str, lowering: str) -> None:
+    verify_graph(tiny_step(name, lowering).plan.schedule.graph)
 
 
 @in_each_lowering
