@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import encore
 from captured import captured, captured_graph, operators
+from encore.cached_files import read_record, write_record
 from encore.cost import Seconds, kernel_timing, rates, seconds, time_kernels
 from encore.cost.cache import MachineCache
 from encore.cost.flops import flops
@@ -212,8 +213,8 @@ def test_entries_that_are_no_durations_are_ignored(
     for op in graph.ops:
         first(graph, op)
     first.save()
-    told = json.loads(path.read_text())
-    path.write_text(json.dumps({**told, "measurements": dict.fromkeys(told["measurements"], nonsense)}))
+    told = read_record(path)
+    write_record(path, {**told, "measurements": dict.fromkeys(told["measurements"], nonsense)})
     start_from(path, monkeypatch)
     for run in (False, True):
         again = Seconds(run=run)
