@@ -313,7 +313,8 @@ def test_nothing_is_done_where_nothing_pays(monkeypatch: pytest.MonkeyPatch) -> 
     for verdict in VERDICTS:
         monkeypatch.setattr(Judge, verdict, lambda *_: False)
     torch.manual_seed(0)
-    graph = captured(Convolutions(), torch.randn(2, 3, 8, 8), lowering="fused")
+    no_verdict = ("split_convolutions",)  # stays wherever it fits, which oneDNN decides
+    graph = captured(Convolutions(), torch.randn(2, 3, 8, 8), lowering="fused", skip=no_verdict)
     assert graph.rewrites == ()
     assert graph.plan.schedule.graph is graph.unplanned.schedule.graph
 
