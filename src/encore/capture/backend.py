@@ -28,7 +28,7 @@ from encore.capture.call_trace import NotRepeatableError
 from encore.capture.first_call import CheckedCall
 from encore.capture.lossy_check import LossyCheck, has_lossy_codes
 from encore.capture.notes import capture_notes, workspace_notes
-from encore.capture.recurrent import lifting, told_of_packing
+from encore.capture.recurrent import lifting
 from encore.capture.repeats import Repeats, trace_repeats
 from encore.capture.session import CapturedGraph, PlainGraph, Session
 from encore.capture.unused_outputs import NotOptionalError, Tangents, can_run_again
@@ -232,8 +232,7 @@ class GraphCompilation:
         self.primals = torch_private.given(joint, self.inputs)
         self.number = len(self.session.graphs)
         self.before = self.session.graphs_of_step_so_far()
-        packing = functools.partial(told_of_packing, self.session.between)
-        self.ended = torch_private.break_reason(self.module, packing) or ("", "")
+        self.ended = torch_private.break_reason(self.module) or ("", "")
         tangents = Tangents(joint, num_outputs)
         used = self._first_used(tangents, graph)
         expected = joint if used == tangents.everything else tangents.only(used)

@@ -14,8 +14,10 @@ from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
 from encore.capture.backend import GraphCompiler
-from encore.capture.recurrent import running
+from encore.capture.packing import packed_arguments, traced_packing
 from encore.capture.session import Session
+from encore.rnn.packed_rows import as_tensors
+from encore.rnn.packing import ShorterSequencesError
 
 
 class CompiledCall:
@@ -26,6 +28,9 @@ class CompiledCall:
         self.plain = plain
         self.session = session
         self._planned = self._compile()
+        self._pads_whole = True
+        """Is every batch padded no further than to its longest sequence, as far as is known?"""
+        self._has_run = False
         self._told_it_ran_plain = False
         self._inside_another = False
 
@@ -44,11 +49,32 @@ class CompiledCall:
             self.session.plan_again = False
             self._planned = self._compile()
         forwards_before = self.session.forwards_run
-        with self.session.planned_call(), torch_private.whole_graphs(), running(self.session.between):
-            result = self._planned(*args, **kwargs)
+        with self.session.planned_call():
+            result = self._run(args, kwargs)
         if self.session.forwards_run == forwards_before and not self._told_it_ran_plain:
             self._tell_if_it_ran_plain(result)
         return result
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = packed_arguments(args, kwargs, self.session)
+        packing = traced_packing(whole=self._pads_whole, session=self.session)
+        state = torch_private.generator_state() if self._may_start_again() else b""
+        try:
+            with torch_private.whole_graphs(), packing:
+                result = self._planned(*args, **kwargs)
+        except ShorterSequencesError:
+            torch_private.set_generator_state(state)
+        else:
+            self._has_run = True
+            return as_tensors(result) if self.session.packs else result
+        self._pads_whole = False
+        self._planned = self._compile()
+        self.session.begin_call()
+        return self._run(args, kwargs)
+
+    def _may_start_again(self) -> bool:
+        """Can a batch come that is padded further than the captured graph takes it to be?"""
+        return self._pads_whole and (self.session.packs or not self._has_run) and self.session.workspaces.run
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A compiled function in a class body is a method, like any other."""
@@ -92,8 +118,6 @@ class CompiledCall:
                 f"has been planned for {limit} variants (shapes, modes) already; new ones run as plain eager PyTorch. "
                 "Pad inputs to fewer shapes, or raise recompile_limit="
             )
-        elif self.session.between is not None and self.session.between.calls:
-            why = "has no graph to plan: packed layers ran by Encore's operators, all else as plain eager PyTorch"
         elif not self.session.plain:
             why = "ran as plain eager PyTorch: Dynamo captured nothing of it. TORCH_LOGS=graph_breaks tells why"
         else:

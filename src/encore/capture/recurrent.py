@@ -11,18 +11,16 @@ to the byte, and what it leaves for backward is among its results. The call stay
 - inside `torch.func` and forward-mode differentiation, which Encore's operators know nothing of;
 - for types that they do not compute in, mixed ones, and empty inputs: ATen knows what to say.
 
-A packed sequence has as many rows as its data say, so Dynamo ends its graph where one is made, and the layers that take
-it run between two graphs. There, while a compiled model runs, the same operators are put in place of `aten::lstm` and
-its kin by a kernel of the dispatcher's. No plan holds them: they keep gates and states, or under a budget only what
-backward can build those from. Calls that lead to no gradient, and those under hooks on saved tensors
-(`torch.utils.checkpoint` runs them once more when no compiled model does), stay ATen's.
+A packed sequence inside a captured model lies in a block whose shape is known (`packing.py`). Its layers are one call
+of `encore::packed_layers`, which becomes the same operators, or in the cases above ATen's layers on the rows that are
+there (`rnn/packed_aten.py`). A `PackedSequence` that was made in some other way ends the graph, and its layers run as
+PyTorch's between two graphs: what they keep is in no prediction.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -33,28 +31,18 @@ import torch
 from torch import Tensor
 
 from encore.capture import torch_private
+from encore.errors import OperandError
 from encore.kernels import BuildError
 from encore.options import Options
 from encore.rnn import native
 from encore.rnn.layer import TYPES
-from encore.rnn.sequence import can_walk
+from encore.rnn.packing import dropped_rows
 from encore.rnn.stack import Layer, elman_layer, gru_layer, lstm_layer, run_layers
 from encore.rnn.tuning import lean_steps
 
 aten = torch.ops.aten
 
 _lifted: ContextVar[list[Any] | None] = ContextVar("encore: recurrent layers lifted", default=None)
-_between: ContextVar[Between | None] = ContextVar("encore: a compiled model runs", default=None)
-
-
-@dataclass(slots=True)
-class Between:
-    """How layers run between the graphs of a compiled model."""
-
-    lean: bool
-    """Are gates built again in backward?"""
-    calls: int = 0
-    """Calls that Encore's operators have taken."""
 
 
 @contextlib.contextmanager
@@ -67,32 +55,6 @@ def lifting(options: Options) -> Iterator[list[Any]]:
         yield calls
     finally:
         _lifted.reset(token)
-
-
-def between_graphs(options: Options) -> Between | None:
-    """How packed layers run between the graphs of a model that is compiled with these options; None: as ATen's."""
-    if options.lowering != "fused" or "recurrent" in options.skip:
-        return None
-    return Between(lean=options.budget is not None)
-
-
-@contextlib.contextmanager
-def running(between: Between | None) -> Iterator[None]:
-    """A compiled model runs inside."""
-    token = _between.set(between)
-    try:
-        with _packed_calls_taken() if between is not None else contextlib.nullcontext():
-            yield
-    finally:
-        _between.reset(token)
-
-
-def told_of_packing(between: Between | None) -> str:
-    """What to say of a graph that ends where a sequence is packed."""
-    said = "packed sizes depend on data, so the layer runs between two graphs, "
-    if between is None or not _steps_are_compiled():
-        return said + "as torch.nn's; encore.nn's LSTM, GRU and RNN keep less there"
-    return said + "by Encore's operators; what it keeps is in no prediction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +73,7 @@ class Call:
 
     x: Tensor
     batch_sizes: Tensor | None
+    """Of packed rows in a block (`rnn/packing.py`)."""
     hx: Any
     params: Sequence[Tensor]
     has_biases: bool
@@ -132,19 +95,14 @@ CELLS: dict[Any, Cell] = {kind.input: cell for kind, cell in KINDS.items()} | PA
 
 
 def lifted(operator: Any) -> Callable[..., Any]:
-    """What tracing runs for one of these operators, and for a packed one the dispatcher."""
+    """What tracing runs for one of these operators."""
     unchanged = torch_private.composite(operator)
 
-    def run_padded(x: Tensor, hx: Any, *others: Any) -> Any:
+    def run(x: Tensor, hx: Any, *others: Any) -> Any:
         found = _run(operator, Call(x, None, hx, *others))
         return unchanged(x, hx, *others) if found is None else found
 
-    def run_packed(x: Tensor, batch_sizes: Tensor, hx: Any, *others: Any) -> Any:
-        packed: tuple[Any, ...] = (*others, False)  # rows of a packed sequence lie by time
-        found = _run(operator, Call(x, batch_sizes, hx, *packed))
-        return unchanged(x, batch_sizes, hx, *others) if found is None else found
-
-    return run_packed if operator in PACKED else run_padded
+    return run
 
 
 def _run(operator: Any, call: Call) -> tuple[Tensor, ...] | None:
@@ -152,91 +110,77 @@ def _run(operator: Any, call: Call) -> tuple[Tensor, ...] | None:
     cell, x = CELLS[operator], call.x
     states = list(call.hx) if cell.states > 1 else [call.hx]
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *call.params))
-    traced, between = _lifted.get(), _between.get()
-    not_here = between is None or call.batch_sizes is None or not differentiable or torch_private.saves_are_hooked()
-    if traced is None and not_here:
+    traced = _lifted.get()
+    if traced is None:
         return None
     directions = 2 if call.bidirectional else 1
     layers = _by_layer(call.params, call.has_biases, call.num_layers * directions)
     types = _result_types(operator, [x, *states, *call.params], projected=layers[0][-1] is not None)
-    if types is None or not _can_walk(call, states[0]):
+    if types is None:
         return None
-    keeps_all = differentiable
-    if traced is not None:
-        traced.append(operator)
-    elif between is not None:
-        between.calls += 1
-        keeps_all = not between.lean
+    traced.append(operator)
     output, last = run_layers(
-        cell.layer(0 if keeps_all else lean_steps(*states[0].shape[1:])),
+        cell.layer(0 if differentiable else lean_steps(*states[0].shape[1:])),
         (x.transpose(0, 1) if call.batch_first else x).to(types[0]),
         [state.to(types[0]) for state in states],
         [[None if weight is None else weight.to(types[0]) for weight in weights] for weights in layers],
         call.batch_sizes,
         directions=directions,
         dropout=call.dropout if call.train else 0.0,
+        in_block=call.batch_sizes is not None,
     )
     ended = (state.to(dtype) for state, dtype in zip(last, types[1:], strict=True))
     return (output.transpose(0, 1) if call.batch_first else output, *ended)
 
 
-_taking = threading.Lock()
-_taken: list[torch.library.Library] = []
-"""One entry for each compiled model that runs, all the same."""
+def packed_layers(
+    rows: Tensor, batch_sizes: Tensor, hx: list[Tensor], params: list[Tensor], kind: str, has_biases: bool,
+    num_layers: int, dropout: float, train: bool, bidirectional: bool,
+) -> list[Tensor]:  # fmt: skip
+    """All layers on rows in a block, as captured: Encore's operators, or ATen's a layer at a time."""
+    operator = getattr(aten, kind).data
+    call = Call(
+        rows, batch_sizes, hx if len(hx) > 1 else hx[0], params, has_biases, num_layers, dropout, train, bidirectional,
+        batch_first=False,
+    )  # fmt: skip
+    found = _run(operator, call)
+    return list(_by_aten(operator, call) if found is None else found)
 
 
-@contextlib.contextmanager
-def _packed_calls_taken() -> Iterator[None]:
-    """Packed calls come here before they are decomposed, while compiled models run; other threads get ATen's."""
-    with _taking:
-        _taken.append(_taken[0] if _taken else _take_packed_calls())
-    try:
-        yield
-    finally:
-        with _taking:
-            library = _taken.pop()
-            if not _taken:
-                library._destroy()
-                _forget_dispatch()
+def _by_aten(operator: Any, call: Call) -> tuple[Tensor, ...]:
+    """ATen's layers, one operator each (`rnn/packed_aten.py`)."""
+    cell, x, directions = CELLS[operator], call.x, 2 if call.bidirectional else 1
+    states = list(call.hx) if cell.states > 1 else [call.hx]
+    layers = _by_layer(call.params, call.has_biases, call.num_layers * directions)
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    ended: list[list[Tensor]] = [[] for _ in states]
+    for first in range(0, len(layers), directions):
+        if first and call.dropout and call.train:
+            x = dropped_rows(x, call.batch_sizes, call.dropout)
+        initial = [state[first : first + directions] for state in states]
+        types: tuple[torch.dtype, ...] | None = (x.dtype, *(state.dtype for state in initial))
+        if autocast is not None:
+            types = _autocast_types(operator, autocast, types, call.params[0].dtype, layers[first][-1] is not None)
+        if types is None:
+            raise OperandError(
+                f"{operator} does not take these types under autocast: {x.dtype}, {call.params[0].dtype}"
+            )
+        reverse = layers[first + 1] if directions > 1 else [None] * len(layers[first])
+        x, *last = torch.ops.encore.packed_aten_forward(
+            x, *initial, *[None] * (2 - len(initial)), *layers[first], *reverse, call.batch_sizes,
+            operator.overloadpacket.__name__, autocast, *types, *[types[0]] * (3 - len(types)),
+        )  # fmt: skip
+        for mine, state in zip(ended, last, strict=False):
+            mine.append(state)
+    return (x, *(each[0] if len(each) == 1 else torch.cat(each) for each in ended))
 
 
-def _take_packed_calls() -> torch.library.Library:
-    library = torch.library.Library("aten", "IMPL")
-    for operator, kernel in _kernels().items():
-        library.impl(operator, kernel, "AutogradCPU")
-    _forget_dispatch()
-    return library
-
-
-def _forget_dispatch() -> None:
-    for operator in PACKED:
-        operator._dispatch_cache.clear()
-
-
-@functools.cache
-def _kernels() -> dict[Any, Callable[..., Any]]:
-    return {operator: _dispatched(operator) for operator in PACKED}
-
-
-def _dispatched(operator: Any) -> Callable[..., Any]:
-    instead = lifted(operator)
-
-    def kernel(*args: Any) -> Any:
-        # Dynamo asks for shapes, and had better end its graph: one that has this call has one number of rows.
-        elsewhere = _between.get() is None or torch_private.is_plain_fake(args[0])
-        if _lifted.get() is None and elsewhere:
-            return torch_private.as_without_us(operator)(*args)
-        return instead(*args)
-
-    untraced: Callable[..., Any] = torch.compiler.disable(kernel)  # Dynamo looks at all that is called between graphs
-    return untraced
-
-
-def _can_walk(call: Call, h: Tensor) -> bool:
-    """Are the sizes of a packed batch, where one sees them, as `pack_padded_sequence` makes them?"""
-    if call.batch_sizes is None or torch_private.is_plain_fake(call.batch_sizes):
-        return True
-    return h.dim() == 3 and can_walk(call.batch_sizes.tolist(), h.shape[1], call.x.shape[0])
+_library = torch.library.Library("encore", "FRAGMENT")
+_library.define(
+    "packed_layers(Tensor rows, Tensor batch_sizes, Tensor[] hx, Tensor[] params, str kind, bool has_biases, "
+    "int num_layers, float dropout, bool train, bool bidirectional) -> Tensor[]"
+)
+_library.impl("packed_layers", packed_layers, "CompositeImplicitAutograd")
 
 
 def _by_layer(params: Sequence[Tensor], has_biases: bool, count: int) -> list[list[Tensor | None]]:
@@ -300,4 +244,4 @@ def _autocast_types(
     return tuple(result.dtype for result in results)
 
 
-torch_private.INSTEAD.update({operator: lifted(operator) for operator in CELLS})
+torch_private.INSTEAD.update({kind.input: lifted(kind.input) for kind in KINDS})

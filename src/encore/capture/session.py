@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import threading
@@ -16,7 +17,6 @@ import torch
 
 from encore.capture.bypass import BypassWatch
 from encore.capture.lossy_check import LossyCheck
-from encore.capture.recurrent import Between, between_graphs
 from encore.capture.watch import CodeWatch
 from encore.checking import checks_enabled
 from encore.cost import LinkLessons, Seconds, Workspaces, assumed_link, known_link, link_to
@@ -111,6 +111,9 @@ class Session:
         """Is every graph checked? See `encore.checking`."""
         self.checking = False
         """Does a check run the graphs now, and not the user?"""
+        self.packs = False
+        """Has a packed sequence been captured?"""
+        self._outside = 0
         self.workspaces = Workspaces(run=run)
         self.seconds = Seconds(run=run)
         self.graphs: list[CapturedGraph] = []
@@ -142,11 +145,6 @@ class Session:
         """By number of graphs: the bytes that so many graphs of a step take unplanned, at most."""
         self._lock = threading.Lock()
         sessions.add(self)
-
-    @functools.cached_property
-    def between(self) -> Between | None:
-        """How recurrent layers run between the graphs; `torch.compile` tells nobody when a model begins and ends."""
-        return None if self.one_graph else between_graphs(self.options)
 
     @functools.cached_property
     def transports(self) -> dict[str, Transport]:
@@ -212,6 +210,12 @@ class Session:
             self._step.append(graph)
             self.forwards_run += 1
             self.last_step_number = _clock.forward()
+
+    def count_outside(self, size: int) -> None:
+        """Packing allocates these bytes outside of all graphs: they count as resident from now on."""
+        if size > self._outside:
+            self.options = dataclasses.replace(self.options, resident=self.options.resident + size - self._outside)
+            self._outside = size
 
     def note_backward(self) -> None:
         if self.checking:

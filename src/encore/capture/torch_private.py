@@ -12,7 +12,8 @@ import dataclasses
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -30,7 +31,12 @@ from torch._dynamo import eval_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import AttrSource
 from torch._dynamo.utils import counters as dynamo_counters
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 from torch._functorch._aot_autograd.collect_metadata_analysis import coerce_tangent_and_suggest_memory_format
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
@@ -297,20 +303,6 @@ def composite(operator: Any) -> Callable[..., Any]:
     return functools.partial(operator._op_dk, DispatchKey.CompositeImplicitAutograd)
 
 
-def as_without_us(operator: Any) -> Callable[..., Any]:
-    """What PyTorch runs for a composite operator: under the Python dispatcher a decomposition, if there is one."""
-    key = DispatchKey.CompositeImplicitAutograd
-    traced = torch._C._dispatch_tls_is_dispatch_key_included(DispatchKey.PythonDispatcher)
-    decompositions: dict[Any, Callable[..., Any]] = operator.py_kernels if traced else {}
-    return decompositions.get(key, composite(operator))
-
-
-def saves_are_hooked() -> bool:
-    """Do hooks on saved tensors look at what the next operator keeps?"""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None
-
-
 def is_transformed() -> bool:
     """Is a transform of `torch.func`, or forward-mode differentiation, at work?"""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
@@ -511,21 +503,20 @@ def traced_code() -> list[CodeType]:
     return torch._guards.TracingContext.get_traced_code() or []
 
 
-PACKING = ("pack_padded_sequence", "pack_sequence")
-"""Functions that Dynamo ends a graph at, with an explanation that is of no help."""
+GIVEN_REASON = re.compile(r"wrapped with `torch.compiler.disable` \(reason: (encore: .*?)\)|Message: (encore: .*)")
+"""What Encore itself gave as the reason of a break."""
 
 
-def break_reason(module: fx.GraphModule, packing: Callable[[], str]) -> tuple[str, str] | None:
-    """Why Dynamo ended this graph before the function did: (reason, `file.py:line`), or None. Where a sequence was
-    packed, `packing` tells what to say: nobody else needs the operators for it."""
+def break_reason(module: fx.GraphModule) -> tuple[str, str] | None:
+    """Why Dynamo ended this graph before the function did: (reason, `file.py:line`), or None."""
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
     frame = reason.user_stack[-1] if reason.user_stack else None
     line = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" if frame else ""
-    for function in PACKING:
-        if f"`{function}`" in str(reason.reason):
-            return (f"{function}: {packing()}", line)
+    given = GIVEN_REASON.search(str(reason.reason))
+    if given is not None:
+        return ((given[1] or given[2]).strip().removeprefix("encore: "), line)
     lines = [text.strip() for text in str(reason.reason).splitlines()]
     told = [text for text in lines if text and not text.startswith(("Hint:", "Developer debug context:", "For more"))]
     return ("; ".join(told[:2]) or "unknown", line)
@@ -542,6 +533,74 @@ def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], li
         function = torch._dynamo.external_utils.wrap_inline(function)
     compile_: Callable[..., Any] = torch.compile  # its type stubs miss the last two arguments
     return compile_(function, backend=backend, dynamic=False, recompile_limit=limit, isolate_recompiles=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replacement:
+    """What stands for a function while Dynamo traces."""
+
+    traced: Any
+    """What is traced."""
+    outside: str
+    """The name of the function that runs where the graph ends at it."""
+    module: str
+    """Where that is defined."""
+
+
+_replacing = threading.Lock()
+_replaced: Counter[int] = Counter()
+"""How many compiled models that run have Dynamo read these objects in another way, by id."""
+
+
+@contextlib.contextmanager
+def read_otherwise(readers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """When Dynamo meets one of these functions or classes inside, let it be read by a function of ours."""
+    table = VariableBuilder._id_dispatch()
+    with _replacing:
+        _replaced.update(map(id, readers))
+        table.update({id(thing): reader for thing, reader in readers.items()})
+    try:
+        yield
+    finally:
+        with _replacing:
+            _replaced.subtract(map(id, readers))
+            for thing in readers:
+                if not _replaced[id(thing)]:
+                    table.pop(id(thing), None)
+
+
+def traced_as(replacement: Callable[[Callable[..., Any]], Replacement | None]) -> Callable[..., Any]:
+    """Reads a function as the replacement there is for it at that moment; without one, as Dynamo does."""
+
+    def build(builder: VariableBuilder, function: Callable[..., Any]) -> Any:
+        builder.install_guards(GuardBuilder.ID_MATCH)
+        found = replacement(function)
+        if found is not None:
+            unread = builder.tx.output.variable_tracker_cache.get(builder.source)
+            if unread is not None:  # where the graph ends at the call, this is what Dynamo loads the function from
+                unread.source = AttrSource(builder.tx.import_source(found.module), found.outside)
+            return UserFunctionVariable(found.traced)
+        usual: Any = torch._dynamo.trace_rules.lookup(function)
+        return usual.create_with_source(function, source=builder.get_source())
+
+    return build
+
+
+def constructed_as(other: type, first: type) -> Callable[..., Any]:
+    """Reads a class as one whose calls with a first argument of type `first` construct another class."""
+
+    class Constructor(UserDefinedClassVariable):
+        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            if args and args[0].python_type() is first:
+                source = AttrSource(tx.import_source(other.__module__), other.__name__)
+                return VariableTracker.build(tx, other, source).call_function(tx, args, kwargs)
+            return super().call_function(tx, args, kwargs)
+
+    def build(builder: VariableBuilder, value: type) -> Any:
+        builder.install_guards(GuardBuilder.ID_MATCH)
+        return Constructor(value, source=builder.get_source())
+
+    return build
 
 
 def whole_graphs() -> Any:
@@ -602,6 +661,15 @@ class BackendRefusal(ShortenTraceback):
         if not self.keep_frames:  # frames keep the tensors of the failed call alive
             self.__traceback__ = self.error.__traceback__ = None
         return self.error
+
+
+def generator_state() -> bytes:
+    """The state of the CPU's generator, outside of the memory that steps are measured in."""
+    return bytes(torch.get_rng_state().numpy())
+
+
+def set_generator_state(state: bytes) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def has_ranks() -> bool:

@@ -16,6 +16,7 @@ from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST
 from encore.graph.values import Value, map_refs, span_bytes
 from encore.lower.calls import callable_for
+from encore.rnn.registry import MADE_UP
 
 if TYPE_CHECKING:
     from encore.schedule.kernel import Operand
@@ -46,6 +47,8 @@ def made_up_call(graph: Graph, op: Op, over: int | None = None) -> Callable[[], 
         return operands[index]
 
     args = map_refs(op.args, operand)
+    if op.target in MADE_UP:
+        args = MADE_UP[op.target](args)
     kwargs = map_refs(op.kwargs, operand)
     target = op.target
     if over is not None and target in OUT_VARIANT:

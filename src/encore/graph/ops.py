@@ -54,6 +54,7 @@ HEAVY_PACKETS = frozenset({
     "_efficient_attention_forward", "_efficient_attention_backward",
     "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn",
     "lstm_forward", "lstm_backward", "gru_forward", "gru_backward", "elman_forward", "elman_backward",
+    "packed_aten_forward", "packed_aten_backward",
     "additive_scores", "additive_scores_backward", "dot_attention", "dot_attention_backward",
     "_thnn_fused_lstm_cell", "_cdist_forward", "_cdist_backward", "_fft_r2c", "_fft_c2r", "_fft_c2c",
     "linalg_solve_ex", "linalg_inv_ex", "_linalg_svd", "_linalg_eigh", "linalg_qr", "linalg_lu_factor_ex",
@@ -66,6 +67,7 @@ CHEAP_PACKETS = frozenset({
     "new_ones", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "arange", "eye",
     "scalar_tensor", "tril", "triu", "lift_fresh_copy", "one_hot", "fill", "linspace",
     # gathers and scatters
+    "pack_rows", "pad_rows", "rows_in_block", "packed_batch_sizes", "packed_lengths",
     "embedding", "embedding_dense_backward", "index", "index_select", "gather", "take", "index_put", "index_add",
     "scatter", "scatter_add", "scatter_reduce", "select_scatter", "slice_scatter", "as_strided_scatter",
     "diagonal_scatter", "slice_backward", "select_backward", "diagonal_backward", "index_select_backward",

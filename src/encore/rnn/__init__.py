@@ -6,7 +6,7 @@ and the modules of `encore.nn`. What may not: anything that knows of graphs or p
 a call takes aside.
 """
 
-from encore.rnn import dot, elman, gru, lstm, scores
+from encore.rnn import dot, elman, gru, lstm, packed_aten, packing, scores
 from encore.rnn.registry import WORKSPACES
 
-__all__ = ["WORKSPACES", "dot", "elman", "gru", "lstm", "scores"]
+__all__ = ["WORKSPACES", "dot", "elman", "gru", "lstm", "packed_aten", "packing", "scores"]

@@ -25,8 +25,8 @@ from encore.rnn import reference
 from encore.rnn.arena import Arena, Layout, in_turns, layout_bytes
 from encore.rnn.layer import Sizes, copied_bytes, kernels_for, sizes_of, started, usable_gradient, walk_of
 from encore.rnn.products import buffer_numel
-from encore.rnn.registry import define
-from encore.rnn.sequence import Walk
+from encore.rnn.registry import MADE_UP, define
+from encore.rnn.sequence import Walk, made_up_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,10 @@ def define_operators(cell: Cell) -> None:
         results = cell.results(call)
         if call.sizes.rows:  # else a batch of none
             arena = Arena(forward_layout(call), call.x.device)
-            cell.forward(call, walk_of(call.sizes, call.batch_sizes, call.reverse), arena, results)
+            walk = walk_of(call.sizes, call.batch_sizes, call.reverse)
+            cell.forward(call, walk, arena, results)
+            for result in (results[0], *results[grads:]):
+                _clear_behind(walk, call.sizes, result)
         return results
 
     def fake_forward(*args: Any) -> tuple[Tensor, ...]:
@@ -264,6 +267,7 @@ def define_operators(cell: Cell) -> None:
             started(totals[name], grad)
         walk = walk_of(call.sizes, call.batch_sizes, call.reverse)
         cell.backward(call, walk, arena, grad_output, args[grads + taken : -2], totals, needs)
+        _clear_behind(walk, call.sizes, results["x"])
         for name, result in results.items():
             if result is not totals[name] and result.numel():  # without a bias, its sum is there and its gradient not
                 result.copy_(totals[name])
@@ -316,9 +320,28 @@ def define_operators(cell: Cell) -> None:
         )
         return (*found, *[None] * (ctx.count - len(found)))
 
+    def full(first: int) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+        """Made-up operands, of which x is the first of forward's: batch sizes that go with them."""
+
+        def made_up(args: tuple[Any, ...]) -> tuple[Any, ...]:
+            sizes = args[first + tensors]
+            if sizes is not None:
+                sizes.copy_(torch.tensor(made_up_sizes(len(args[first]), len(sizes), len(args[first + 1]))))
+            return args
+
+        return made_up
+
     define(cell.forward_schema, forward, fake_forward, forward_workspace, differentiate, save)
     define(cell.backward_schema, backward, fake_backward, backward_workspace, differentiate_again, save_backward)
     backward_operator = getattr(torch.ops.encore, f"{cell.name}_backward").default
+    MADE_UP[getattr(torch.ops.encore, f"{cell.name}_forward").default] = full(0)
+    MADE_UP[backward_operator] = full(grads)
+
+
+def _clear_behind(walk: Walk, sizes: Sizes, rows: Tensor) -> None:
+    """Rows of a block that belong to no sequence are zero."""
+    if walk.rows < sizes.rows == rows.shape[0]:
+        rows[walk.rows :].zero_()
 
 
 def _temporary_bytes(call: Call) -> int:

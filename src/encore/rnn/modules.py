@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from encore.errors import OperandError, OptionError
+from encore.rnn.packed_rows import BatchSizes, CapturedSequence, PackedRows, block_of
 from encore.rnn.stack import Layer, elman_layer, gru_layer, lstm_layer, run_layers
 from encore.rnn.tuning import lean_steps, left_to_torch
 
@@ -69,7 +70,7 @@ class _Layers(_Stashing):
         return [getattr(self, name + suffix, None) for name in names]
 
     def _run(
-        self, x: Tensor, states: Sequence[Tensor], batch_sizes: Tensor | None
+        self, x: Tensor, states: Sequence[Tensor], batch_sizes: Tensor | None, in_block: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """All layers on a time-major or packed input."""
         directions = 2 if self.bidirectional else 1
@@ -77,7 +78,7 @@ class _Layers(_Stashing):
         x, *states = autocast([x, *states])  # type: ignore[assignment, list-item]
         return run_layers(
             self._layer(states[0].shape[1]), x, states, [autocast(each) for each in weights], batch_sizes,
-            directions=directions, dropout=self.dropout if self.training else 0.0,
+            directions=directions, dropout=self.dropout if self.training else 0.0, in_block=in_block,
         )  # fmt: skip
 
 
@@ -115,11 +116,15 @@ class _Recurrent(_Layers):
         states = self._states(hx)
         if not packed and self.batch_first:
             data = data.transpose(0, 1)
-        if data.shape[0] == 0:
+        if not isinstance(batch_sizes, BatchSizes) and data.shape[0] == 0:
             raise OperandError("a sequence must have at least one step; got an input without any")
-        output, last = self._run(data, states, batch_sizes)
+        in_block = isinstance(batch_sizes, BatchSizes)
+        sizes = batch_sizes.numbers if in_block else batch_sizes
+        output, last = self._run(block_of(data, batch_sizes) if in_block else data, states, sizes, in_block)
         if packed:
-            result = PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices)
+            rows: Any = PackedRows(output, sizes) if in_block else output
+            kind = CapturedSequence if in_block else PackedSequence
+            result = kind(rows, batch_sizes, sorted_indices, unsorted_indices)
             return result, tuple(
                 state if unsorted_indices is None else state.index_select(1, unsorted_indices) for state in last
             )
@@ -131,8 +136,10 @@ class _Recurrent(_Layers):
 
     def _zero_states(self: Any, data: Tensor, batch_sizes: Tensor | None) -> Any:
         count, batch, width = self.get_expected_hidden_size(data, batch_sizes)
-        h = data.new_zeros((count, batch, width))
-        return h if self.STATES == 1 else (h, data.new_zeros((count, batch, self.hidden_size)))
+        h = torch.zeros((count, batch, width), dtype=data.dtype, device=data.device)
+        if self.STATES == 1:
+            return h
+        return h, torch.zeros((count, batch, self.hidden_size), dtype=data.dtype, device=data.device)
 
     def _states(self, hx: Any) -> tuple[Tensor, ...]:
         return (hx[0], hx[1]) if self.STATES > 1 else (hx,)

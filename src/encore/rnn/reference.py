@@ -98,6 +98,19 @@ def _joined(outputs: dict[int, Tensor], batch_sizes: Tensor | None) -> Tensor:
     return torch.stack(in_order) if batch_sizes is None else torch.cat(in_order)
 
 
+def _on_rows(
+    layer: Callable[..., tuple[Tensor, ...]], operands: Sequence[Tensor | None], batch_sizes: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The layer on the rows that are there, where they lie in a block (`packing.py`)."""
+    x = operands[0]
+    assert x is not None
+    if batch_sizes is None or int(batch_sizes.sum()) == len(x):
+        return layer(*operands, batch_sizes)
+    rows = int(batch_sizes.sum())
+    output, *states = layer(x[:rows], *operands[1:], batch_sizes[batch_sizes > 0])
+    return F.pad(output, (0, 0, 0, len(x) - rows)), *states
+
+
 def differentiate_twice(
     layer: Callable[..., tuple[Tensor, ...]], given: Sequence[Tensor | None], operands: Sequence[Tensor | None],
     batch_sizes: Tensor | None, grads: Sequence[Tensor | None], wanted: Sequence[int],
@@ -115,7 +128,7 @@ def differentiate_twice(
         for tensor in (*before, *inputs):
             if tensor is not None and not tensor.requires_grad:
                 tensor.requires_grad_()
-        outputs = layer(*inputs, batch_sizes)
+        outputs = _on_rows(layer, inputs, batch_sizes)
         pairs = [(output, grad) for output, grad in zip(outputs, before, strict=True) if grad is not None]
         asked = [
             (tensor, grad)

@@ -19,12 +19,16 @@ _library = torch.library.Library("encore", "FRAGMENT")
 WORKSPACES: dict[Any, Callable[..., int]] = {}
 """Operator -> bytes that a call takes aside and gives back, from its own arguments: fake tensors will do."""
 
+MADE_UP: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {}
+"""Operator -> its arguments with numbers that mean something, from made-up ones, where not any number will do."""
+
 
 def define(
-    schema: str, run: Callable[..., Any], fake: Callable[..., Any], workspace: Callable[..., int],
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], workspace: Callable[..., int] | None,
     differentiate: Callable[..., Any], save: Callable[..., None],
 ) -> None:  # fmt: skip
-    """Define `encore::<name>` with its kernel for every device, its shapes, its workspace and its derivative."""
+    """Define `encore::<name>` with its kernel for every device, its shapes, its workspace (None: it is
+    measured) and its derivative."""
     name = schema.partition("(")[0]
     _library.define(schema)
     operator = getattr(torch.ops.encore, name).default
@@ -32,7 +36,8 @@ def define(
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"encore::{name}", fake, lib=_library)
     _library.impl(name, _differentiable(operator, kernel, differentiate, save), "Autograd", with_keyset=True)
-    WORKSPACES[operator] = workspace
+    if workspace is not None:
+        WORKSPACES[operator] = workspace
 
 
 def _untraced(run: Callable[..., Any]) -> Callable[..., Any]:

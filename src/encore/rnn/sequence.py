@@ -105,14 +105,35 @@ def can_walk(sizes: Sequence[int], batch: int, rows: int) -> bool:
     return all(before >= after for before, after in itertools.pairwise(sizes))
 
 
+def steps_reached(sizes: Sequence[int], batch: int, rows: int) -> tuple[int, ...]:
+    """Sizes without the steps that no sequence reaches, where the rows lie in a block (`packing.py`)."""
+    reached = tuple(sizes)
+    if rows == len(reached) * batch:
+        while reached and reached[-1] == 0:
+            reached = reached[:-1]
+    return reached
+
+
 def packed_walk(batch_sizes: Tensor, reverse: bool, a_chunk: int, batch: int, rows: int) -> Walk:
+    """A walk through a packed batch, whose rows are `rows` or lie in a block of that many."""
     sizes = tuple(batch_sizes.tolist())
-    if not can_walk(sizes, batch, rows):
+    reached = steps_reached(sizes, batch, rows)
+    in_block = rows == len(sizes) * batch
+    if not can_walk(reached, batch, sum(reached) if in_block else rows):
         raise OperandError(
             f"batch_sizes must fall from the batch of the initial state ({batch}) and add up to the {rows} rows of the "
             f"input, as pack_padded_sequence makes them; got {sizes[:8]}{'...' if len(sizes) > 8 else ''}"
         )
-    return _walk(sizes, reverse, a_chunk, batch)
+    return _walk(reached, reverse, a_chunk, batch)
+
+
+def made_up_sizes(rows: int, steps: int, batch: int) -> list[int]:
+    """Batch sizes with that many rows, longest sequences first."""
+    left, sizes = rows - steps, []
+    for _ in range(steps):
+        sizes.append(1 + max(0, min(left, batch - 1)))
+        left -= sizes[-1] - 1
+    return sizes
 
 
 def _walk(active: tuple[int, ...], reverse: bool, a_chunk: int, batch: int) -> Walk:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from encore.rnn import elman, gru, lstm  # noqa: F401  (defines the operators)
+from encore.rnn.packing import dropped_rows
 
 Layer = Callable[[Sequence[Any], Sequence[Tensor | None], Tensor | None, bool], tuple[Tensor, ...]]
 """Given input and initial states, weights (input, recurrent, their biases, projection), sizes of a packed batch, and
@@ -37,17 +38,17 @@ def elman_layer(relu: bool) -> Layer:
 
 def run_layers(
     layer: Layer, x: Tensor, states: Sequence[Tensor], weights: Sequence[Sequence[Tensor | None]],
-    batch_sizes: Tensor | None, *, directions: int, dropout: float,
+    batch_sizes: Tensor | None, *, directions: int, dropout: float, in_block: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """All layers on a time-major or packed input: the output, and the last states like the initial ones.
 
     States are `[layers * directions, batch, width]`, and there are as many sets of weights. `dropout` is what is
-    dropped between layers: 0 outside of training.
+    dropped between layers: 0 outside of training. Packed rows may lie in a block (`packing.py`).
     """
     last: list[tuple[Tensor, ...]] = []
     while len(last) < len(weights):
         if last and dropout:
-            x = F.dropout(x, dropout, True)
+            x = dropped_rows(x, batch_sizes, dropout) if in_block else F.dropout(x, dropout, True)
         outputs = []
         for direction in range(directions):
             number = len(last)

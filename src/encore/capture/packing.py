@@ -1,0 +1,204 @@
+"""`pack_padded_sequence` and `pad_packed_sequence` in captured models: Dynamo traces these functions in their place.
+
+PyTorch's own end the graph, since the number of packed rows depends on the lengths. These keep shapes that depend on
+the padded batch alone (`rnn/packing.py`): new lengths run the same graph, and what the layers in between keep is in
+the plan. Lengths in a Python list would be part of the graph, a new one for every batch: the graph ends there, they
+become a tensor, and the batch is packed in the next graph. On devices other than the CPU, PyTorch's functions run
+between two graphs.
+
+`pad_packed_sequence` gives as many steps as the longest sequence has, which is what the batch was padded to, as a rule.
+The captured shape has all steps; the first batch whose longest sequence is shorter raises `ShorterSequencesError`, and
+the model is captured once more, with a break of the graph at that function (`compiled.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import rnn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from encore.capture import torch_private
+from encore.capture.session import Session
+from encore.capture.torch_private import Replacement
+from encore.rnn.packed_rows import BatchSizes, CapturedSequence, PackedRows, block_of
+from encore.rnn.sequence import can_walk
+
+_traced: ContextVar[dict[Any, Replacement] | None] = ContextVar("encore: functions that pack and pad", default=None)
+_session: ContextVar[Session | None] = ContextVar("encore: the session of the model that runs", default=None)
+
+
+@contextlib.contextmanager
+def traced_packing(*, whole: bool, session: Session) -> Iterator[None]:
+    """Packing that Dynamo meets inside becomes part of the graph; padding as well, if batches are padded no further
+    than to their longest sequence."""
+    pad = traced_pad_packed_sequence if whole else pad_to_a_given_length
+    token = _traced.set(
+        {
+            rnn.pack_padded_sequence: Replacement(traced_pack_padded_sequence, "pack_between_graphs", __name__),
+            rnn.pack_sequence: Replacement(traced_pack_sequence, "pack_sequence", rnn.__name__),
+            rnn.pad_packed_sequence: Replacement(pad, "pad_packed_sequence", rnn.__name__),
+        }
+    )
+    running = _session.set(session)
+    try:
+        with torch_private.read_otherwise(READERS):
+            yield
+    finally:
+        _session.reset(running)
+        _traced.reset(token)
+
+
+def _replacement(function: Any) -> Replacement | None:
+    """What Dynamo is to trace for a function now."""
+    found = (_traced.get() or {}).get(function)
+    session = _session.get()
+    if found is not None and session is not None:
+        session.packs = True
+    return found
+
+
+# -- what Dynamo traces -----------------------------------------------------------------------------------------------
+
+
+def traced_pack_padded_sequence(
+    input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True
+) -> PackedSequence:
+    if not _can_be_captured(input, lengths, batch_first):
+        torch._dynamo.graph_break(msg=PACKED)
+    return _packed(input, lengths, batch_first, enforce_sorted, later=False)
+
+
+def traced_pack_sequence(sequences: Any, enforce_sorted: bool = True) -> PackedSequence:
+    """Lengths are sizes here, which a graph has pinned."""
+    lengths = torch.tensor([sequence.size(0) for sequence in sequences])
+    return traced_pack_padded_sequence(rnn.pad_sequence(sequences), lengths, enforce_sorted=enforce_sorted)
+
+
+def traced_pad_packed_sequence(
+    sequence: PackedSequence, batch_first: bool = False, padding_value: float = 0.0, total_length: int | None = None
+) -> tuple[Tensor, Tensor]:
+    rows: Any = sequence[0]
+    sizes: Any = sequence.batch_sizes
+    if not isinstance(sizes, BatchSizes):
+        torch._dynamo.graph_break(msg=PADDED)
+    if total_length is not None and total_length < sizes.numbers.shape[0]:
+        torch._dynamo.graph_break(msg=PADDED)  # whether that is an error depends on the lengths
+    steps = sizes.numbers.shape[0] if total_length is None else total_length
+    padded = torch.ops.encore.pad_rows(
+        block_of(rows, sizes), sizes.numbers, batch_first, padding_value, steps, total_length is None
+    )
+    lengths = torch.ops.encore.packed_lengths(sizes.numbers, sizes.batch)
+    unsorted_indices = sequence.unsorted_indices
+    if unsorted_indices is None:
+        return padded, lengths
+    return padded.index_select(0 if batch_first else 1, unsorted_indices), lengths[unsorted_indices]
+
+
+def pad_to_a_given_length(
+    sequence: PackedSequence, batch_first: bool = False, padding_value: float = 0.0, total_length: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Padding in the graph only to a length that is given."""
+    if total_length is None:
+        torch._dynamo.graph_break(msg=PADDED)
+    return traced_pad_packed_sequence(sequence, batch_first, padding_value, total_length)
+
+
+PACKED = "encore: pack_padded_sequence: lengths that are not a tensor on the CPU are no part of a graph"
+PADDED = "encore: pad_packed_sequence: how many steps it gives depends on data"
+
+
+def _can_be_captured(input: Any, lengths: Any, batch_first: bool) -> bool:
+    """Are these what PyTorch accepts, with lengths that a graph can read?"""
+    if not isinstance(lengths, Tensor) or lengths.device.type != "cpu" or lengths.dim() != 1:
+        return False
+    if input.device.type != "cpu" or input.dim() < 2 or input.numel() == 0:
+        return False
+    return bool(lengths.shape[0] == input.shape[0 if batch_first else 1])
+
+
+def _packed(input: Tensor, lengths: Tensor, batch_first: bool, enforce_sorted: bool, later: bool) -> PackedSequence:
+    """What `pack_padded_sequence` does, into a block: now, or where the rows are read."""
+    batch_dim = 0 if batch_first else 1
+    lengths = lengths.to(dtype=torch.int64)
+    order = None
+    if not enforce_sorted:
+        lengths, order = torch.sort(lengths, descending=True)
+    numbers = torch.ops.encore.packed_batch_sizes(lengths, input.shape[1 - batch_dim])
+    rows: Any = PackedRows(input, numbers, True, batch_first, order)
+    if not later:
+        rows = PackedRows(rows.block, numbers)
+    sizes: Any = BatchSizes(numbers, input.shape[batch_dim])
+    return CapturedSequence(rows, sizes, order, None)
+
+
+# -- what runs between graphs -----------------------------------------------------------------------------------------
+
+
+@torch.compiler.disable
+def pack_between_graphs(
+    input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True
+) -> PackedSequence:
+    """`pack_padded_sequence` where the graph has ended at it: lengths from a list become a tensor, and the next graph
+    packs."""
+    numbers = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
+    if _can_be_captured(input, numbers, batch_first):
+        packed = _packed(input, numbers, batch_first, enforce_sorted, later=True)
+        session = _session.get()
+        if session is not None:
+            sizes: Any = packed.batch_sizes
+            made = [numbers, sizes.numbers, packed.sorted_indices, packed.unsorted_indices]
+            session.count_outside(sum(tensor.nbytes for tensor in made if tensor is not None))
+        return packed
+    return rnn.pack_padded_sequence(input, lengths, batch_first, enforce_sorted)
+
+
+def packed_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], session: Session
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a model with their packed sequences in blocks; all others are the same objects."""
+    found = [leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_packed) if _is_packed(leaf)]
+    if not found:
+        return args, kwargs
+    session.packs = True
+    session.count_outside(sum(packed.data.nbytes for packed in found))
+
+    def in_blocks(argument: Any) -> Any:
+        if not any(_is_packed(leaf) for leaf in pytree.tree_leaves(argument, is_leaf=_is_packed)):
+            return argument
+        return pytree.tree_map(lambda leaf: _in_block(leaf) if _is_packed(leaf) else leaf, argument, is_leaf=_is_packed)
+
+    return tuple(map(in_blocks, args)), {key: in_blocks(argument) for key, argument in kwargs.items()}
+
+
+def _in_block(packed: PackedSequence) -> PackedSequence:
+    sizes: Any = BatchSizes(packed.batch_sizes, int(packed.batch_sizes[0]))
+    rows: Any = PackedRows(block_of(packed.data, sizes), packed.batch_sizes)
+    return CapturedSequence(rows, sizes, packed.sorted_indices, packed.unsorted_indices)
+
+
+def _is_packed(thing: Any) -> bool:
+    """Is it a packed sequence that can be captured, and has not been yet?"""
+    if not isinstance(thing, PackedSequence) or not isinstance(thing[0], Tensor):
+        return False
+    rows, sizes = thing[:2]
+    if torch_private.is_plain_fake(sizes) or rows.device.type != "cpu":  # an estimate cannot read sizes
+        return False
+    found = sizes.tolist()
+    return bool(found) and can_walk(found, found[0], len(rows))  # PyTorch rejects it otherwise
+
+
+_function, _class = torch_private.traced_as(_replacement), torch_private.constructed_as(CapturedSequence, PackedRows)
+READERS = {
+    rnn.pack_padded_sequence: _function,
+    rnn.pack_sequence: _function,
+    rnn.pad_packed_sequence: _function,
+    PackedSequence: _class,
+}
+"""How Dynamo reads what packs and pads, while a compiled model runs."""
