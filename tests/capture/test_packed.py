@@ -266,7 +266,7 @@ def test_other_compilers_meet_pytorchs_own_functions() -> None:
         return module
 
     with torch._dynamo.config.patch(allow_rnn=True):
-        torch.testing.assert_close(torch.compile(plain, backend=note)(*given)[0], want)
+        assert_close(torch.compile(plain, backend=note)(*given)[0], want)
     assert seen
     assert not any("encore" in str(target) for target in seen)
     assert torch.equal(plain(*given)[0], want)
