@@ -54,8 +54,11 @@ def assert_all_as_accurate(
 
 
 def assert_close(found: Tensor, expected: Tensor, name: str = "", *, narrow: torch.dtype | None = None) -> None:
-    """Half of the digits agree, counted from the largest number."""
+    """Half of the digits agree, counted from the largest number. Integers and booleans agree exactly."""
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype), name
+    if not expected.is_floating_point() and not expected.is_complex():
+        assert torch.equal(found, expected), name
+        return
     assert_not_numbers_alike(found, expected, name)
     apart = largest(found.detach().double() - expected.detach().double())
     allowed = torch.finfo(narrow or expected.dtype).eps ** 0.5 * (largest(expected) + SMALLEST)
