@@ -40,7 +40,8 @@ class CompiledCall:
         return torch_private.dynamo_compile(self.plain, GraphCompiler(session), session.options.recompile_limit)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        # `is_compiling` alone is true in all threads while one of them traces.
+        if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and torch_private.traces_here()):
             self._warn_inside_another()
             return self.plain(*args, **kwargs)
         if not torch.is_grad_enabled():

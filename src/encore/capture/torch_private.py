@@ -313,6 +313,11 @@ def casts_automatically() -> bool:
     return torch._C._is_any_autocast_enabled()
 
 
+def traces_here() -> bool:
+    """Is this thread tracing, for AOTAutograd, `make_fx` or `torch.export`?"""
+    return get_proxy_mode() is not None or torch._guards.TracingContext.try_get() is not None
+
+
 def is_plain_fake(thing: Any) -> bool:
     """A fake tensor that stands for a dense one of no special class."""
     return type(thing) is FakeTensor and thing.layout is torch.strided
