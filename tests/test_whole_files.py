@@ -132,7 +132,7 @@ def test_where_nothing_can_be_written_is_known_before(folder: Path) -> None:
 def test_a_benchmark_that_cannot_be_written_is_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(results, "run", lambda suite, *, quick: shown())
+    monkeypatch.setattr(results, "run", lambda suite, **_: shown())
     monkeypatch.setattr(os, "fsync", full)
     assert main(["bench", "echo", "--json", "found.json"]) == 1
     assert capsys.readouterr().err == (
