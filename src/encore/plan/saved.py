@@ -147,7 +147,10 @@ class GraphPlan:
         found = describe(captured)
         if found != self.operators:
             raise PlanError(_difference(self.operators, found))
-        numbers = {value.name: value.id for value in rewritten.values if value.producer is not None}
+        # A rewrite may use one name in both phases; decisions are about the value of forward.
+        made = [value for value in rewritten.values if value.producer is not None]
+        made.sort(key=lambda value: value.producer is not None and rewritten.ops[value.producer].forward)
+        numbers = {value.name: value.id for value in made}
         if not made_here:
             tangents = {captured.values[value].name for value in captured.tangents}
             self._check_names({value.name for value in captured.values}.union(numbers), tangents)
