@@ -208,6 +208,80 @@ def test_rows_that_are_read_directly(lowering: str) -> None:
     assert {"packed_aten_forward", "lstm_forward"} & {*operators(planned)}
 
 
+def double(grad: Tensor) -> Tensor:
+    return 2 * grad
+
+
+def scale(rows: Any) -> None:
+    rows.mul_(3.0)
+
+
+def double_gradient(rows: Any) -> None:
+    rows.register_hook(double)
+
+
+class Touched(Reader):
+    """Does something to the rows that a layer reads, or to those it gives."""
+
+    def __init__(self, touch: Callable[[Any], None], unpacks: bool, after: bool) -> None:
+        super().__init__("LSTM")
+        self.touch, self.unpacks, self.after = touch, unpacks, after
+
+    def read(self, packed: PackedSequence, hx: Any) -> Any:
+        output, last = self.layer(packed, hx) if self.after else (packed, None)
+        self.touch(output[0] if self.unpacks else output.data)
+        return (output, last) if self.after else self.layer(packed, hx)
+
+
+@pytest.mark.parametrize("touch", [scale, double_gradient])
+@pytest.mark.parametrize("unpacks", [False, True], ids=["data", "unpacked"])
+@pytest.mark.parametrize("after", [False, True], ids=["before the layer", "after it"])
+@pytest.mark.parametrize("given", [torch.tensor, list], ids=["a tensor", "a list"])
+def test_writes_and_hooks_belong_to_the_rows(
+    touch: Callable[[Any], None], unpacks: bool, after: bool, given: Callable[[list[int]], Any]
+) -> None:
+    """Whoever reads the rows next meets the same tensor, as in eager."""
+    x = torch.randn(5, 3, 4, requires_grad=True)
+    assert_matches_eager(Touched(touch, unpacks, after), x, given([5, 2, 4]), lowering="eager", graphs=None)
+
+
+def test_rows_that_are_first_read_without_gradients() -> None:
+    class Measured(Reader):
+        def read(self, packed: PackedSequence, hx: Any) -> Any:
+            with torch.no_grad():
+                scale = packed.data.norm()
+            return self.layer(packed, (scale.expand(1, 3, 3).contiguous(), torch.zeros(1, 3, 3)))
+
+    assert_matches_eager(Measured("LSTM"), torch.randn(5, 3, 4), LENGTHS, lowering="eager", graphs=None)
+
+
+@pytest.mark.parametrize("given", [torch.tensor, list], ids=["a tensor", "a list"])
+def test_functions_that_would_take_rows_for_a_constant_are_rejected(given: Callable[[list[int]], Any]) -> None:
+    class Unpacked(Reader):
+        def read(self, packed: PackedSequence, hx: Any) -> Any:
+            rows, *rest = packed
+            return self.layer(PackedSequence(Doubled.apply(rows), *rest), hx)
+
+    planned = encore.compile(Unpacked("LSTM"), lowering="eager")
+    with pytest.raises(encore.EncoreError, match=r"pass packed\.data"):
+        planned(torch.randn(5, 3, 4), given([5, 2, 4]))
+
+
+def test_a_packed_sequence_from_sizes_in_a_tensor(lowering: str) -> None:
+    """How many sequences there are is known between graphs; the layers are in the second one."""
+
+    class Constructed(Reader):
+        def forward(self, rows: Tensor, sizes: Tensor, hx: Any = None) -> Any:  # type: ignore[override]
+            output, last = self.layer(PackedSequence(self.enter(rows).tanh(), sizes))
+            return self.leave(pad_packed_sequence(output)[0]), last
+
+    rows = torch.randn(11, 4, requires_grad=True)
+    model = Constructed("LSTM", num_layers=2)
+    planned = assert_matches_eager(model, rows, torch.tensor([3, 3, 2, 2, 1]), lowering=lowering, graphs=2)
+    assert {"packed_aten_forward", "lstm_forward"} & {*operators(planned)}
+    assert "how many sequences it has depends on data" in encore.report(planned).graphs[0].break_reason
+
+
 def test_packed_from_a_list_of_sequences(lowering: str) -> None:
     class Listed(Reader):
         def forward(self, sequences: Any) -> Any:  # type: ignore[override]

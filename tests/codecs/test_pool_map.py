@@ -120,6 +120,13 @@ def test_three_dimensions(x: Tensor, window: Window, kind: str, how: str) -> Non
     check(x, window, kind, how)
 
 
+@pytest.mark.parametrize("how", WAYS)
+def test_strides_of_dimensions_with_one_element(how: str) -> None:
+    x = torch.randn(1, 2, 2, 1, 1).contiguous(memory_format=torch.channels_last_3d)
+    check(x, ([2, 1, 1], [], [0, 0, 0], [1, 1, 1], False), "contiguous", how)
+    check(x[:, :, :1], ([1, 1, 1], [], [0, 0, 0], [1, 1, 1], False), "as y", how)
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_large_ones_on_two_threads(window: Window, layout: torch.memory_format) -> None:

@@ -44,6 +44,7 @@ def traced_packing(*, whole: bool, session: Session) -> Iterator[None]:
             rnn.pack_padded_sequence: Replacement(traced_pack_padded_sequence, "pack_between_graphs", __name__),
             rnn.pack_sequence: Replacement(traced_pack_sequence, "pack_sequence", rnn.__name__),
             rnn.pad_packed_sequence: Replacement(pad, "pad_packed_sequence", rnn.__name__),
+            PackedSequence: Replacement(traced_packed_sequence, "SequenceBetweenGraphs", __name__),
         }
     )
     running = _session.set(session)
@@ -59,7 +60,7 @@ def _replacement(function: Any) -> Replacement | None:
     """What Dynamo is to trace for a function now."""
     found = (_traced.get() or {}).get(function)
     session = _session.get()
-    if found is not None and session is not None:
+    if found is not None and session is not None and function is not PackedSequence:  # which layers merely ask for
         session.packs = True
     return found
 
@@ -79,6 +80,15 @@ def traced_pack_sequence(sequences: Any, enforce_sorted: bool = True) -> PackedS
     """Lengths are sizes here, which a graph has pinned."""
     lengths = torch.tensor([sequence.size(0) for sequence in sequences])
     return traced_pack_padded_sequence(rnn.pad_sequence(sequences), lengths, enforce_sorted=enforce_sorted)
+
+
+def traced_packed_sequence(
+    data: Any, batch_sizes: Any = None, sorted_indices: Any = None, unsorted_indices: Any = None
+) -> PackedSequence:
+    """Rows that are a tensor. How many sequences there are is the first of their sizes: data, if those are a tensor."""
+    if not isinstance(batch_sizes, BatchSizes):
+        torch._dynamo.graph_break(msg=CONSTRUCTED)
+    return CapturedSequence(data, batch_sizes, sorted_indices, unsorted_indices)
 
 
 def traced_pad_packed_sequence(
@@ -111,6 +121,7 @@ def pad_to_a_given_length(
 
 
 PACKED = "encore: pack_padded_sequence: lengths that are not a tensor on the CPU are no part of a graph"
+CONSTRUCTED = "encore: PackedSequence: how many sequences it has depends on data"
 PADDED = "encore: pad_packed_sequence: how many steps it gives depends on data"
 
 
@@ -159,6 +170,28 @@ def pack_between_graphs(
     return rnn.pack_padded_sequence(input, lengths, batch_first, enforce_sorted)
 
 
+class _Between(type):
+    """Instances are those of `PackedSequence`."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, PackedSequence)
+
+
+class SequenceBetweenGraphs(PackedSequence, metaclass=_Between):
+    """`PackedSequence` where the graph has ended at it: the next graph has the layers that read what it gives."""
+
+    @torch.compiler.disable
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = PackedSequence(*args, **kwargs)
+        if not _is_packed(made):
+            return made
+        session = _session.get()
+        if session is not None:
+            session.packs = True
+        sizes: Any = BatchSizes(made.batch_sizes, int(made.batch_sizes[0]))
+        return CapturedSequence(made.data, sizes, made.sorted_indices, made.unsorted_indices)
+
+
 def packed_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], session: Session
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -194,7 +227,8 @@ def _is_packed(thing: Any) -> bool:
     return bool(found) and can_walk(found, found[0], len(rows))  # PyTorch rejects it otherwise
 
 
-_function, _class = torch_private.traced_as(_replacement), torch_private.constructed_as(CapturedSequence, PackedRows)
+_function = torch_private.traced_as(_replacement)
+_class = torch_private.constructed_as(CapturedSequence, PackedRows, _replacement)
 READERS = {
     rnn.pack_padded_sequence: _function,
     rnn.pack_sequence: _function,

@@ -581,9 +581,7 @@ def traced_as(replacement: Callable[[Callable[..., Any]], Replacement | None]) -
         builder.install_guards(GuardBuilder.ID_MATCH)
         found = replacement(function)
         if found is not None:
-            unread = builder.tx.output.variable_tracker_cache.get(builder.source)
-            if unread is not None:  # where the graph ends at the call, this is what Dynamo loads the function from
-                unread.source = AttrSource(builder.tx.import_source(found.module), found.outside)
+            _load_outside(builder, found)
             return UserFunctionVariable(found.traced)
         usual: Any = torch._dynamo.trace_rules.lookup(function)
         return usual.create_with_source(function, source=builder.get_source())
@@ -591,18 +589,32 @@ def traced_as(replacement: Callable[[Callable[..., Any]], Replacement | None]) -
     return build
 
 
-def constructed_as(other: type, first: type) -> Callable[..., Any]:
-    """Reads a class as one whose calls with a first argument of type `first` construct another class."""
+def _load_outside(builder: VariableBuilder, found: Replacement) -> None:
+    """Where the graph ends at a call of what is being read, call what is meant to run outside of graphs."""
+    unread = builder.tx.output.variable_tracker_cache.get(builder.source)
+    if unread is not None:
+        unread.source = AttrSource(builder.tx.import_source(found.module), found.outside)
+
+
+def constructed_as(other: type, first: type, replacement: Callable[[type], Replacement | None]) -> Callable[..., Any]:
+    """Reads a class as one whose calls with a first argument of type `first` construct another class, and whose calls
+    with a tensor are those of the replacement there is for it at that moment."""
 
     class Constructor(UserDefinedClassVariable):
         def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
             if args and args[0].python_type() is first:
                 source = AttrSource(tx.import_source(other.__module__), other.__name__)
                 return VariableTracker.build(tx, other, source).call_function(tx, args, kwargs)
-            return super().call_function(tx, args, kwargs)
+            found = replacement(self.value) if args and args[0].is_tensor() else None
+            if found is None:
+                return super().call_function(tx, args, kwargs)
+            return UserFunctionVariable(found.traced).call_function(tx, args, kwargs)
 
     def build(builder: VariableBuilder, value: type) -> Any:
         builder.install_guards(GuardBuilder.ID_MATCH)
+        found = replacement(value)
+        if found is not None:
+            _load_outside(builder, found)
         return Constructor(value, source=builder.get_source())
 
     return build

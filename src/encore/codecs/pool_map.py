@@ -236,12 +236,18 @@ def _starts(window: Window, results: Ints, device: torch.device) -> list[Tensor]
     return starts
 
 
+def _laid_out(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """Contiguous in a format, with the strides of a new tensor: `contiguous` leaves those of size 1 as they are."""
+    new = torch.empty(tensor.shape, device="meta", memory_format=memory_format)
+    return tensor.contiguous(memory_format=memory_format).as_strided(new.shape, new.stride())
+
+
 def _plain_forward(x: Tensor, window: Window, map_: Tensor) -> tuple[Tensor, Tensor]:
     memory_format = _format(window.dims, channels_last_of(x, window.dims))
     if window.dims == 3:
         x = x.contiguous()
     results, places = FORWARD[window.dims](x, *window.arguments)
-    results = results.contiguous(memory_format=memory_format)
+    results = _laid_out(results, memory_format)
     starts = _starts(window, results.shape, x.device)
     position, scale = torch.zeros_like(places), 1
     for dim in reversed(range(window.dims)):
@@ -273,7 +279,7 @@ def _plain_backward(
     if window.dims == 3:
         grad, out, places = grad.contiguous(), out.contiguous(), places.contiguous()
     found = BACKWARD[window.dims](grad, out, *window.arguments, places)
-    return found.contiguous(memory_format=memory_format)
+    return _laid_out(found, memory_format)
 
 
 _WINDOW = "SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool ceil_mode"

@@ -8,6 +8,7 @@ there, as it does at `pack_padded_sequence` itself without Encore.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from encore.errors import OperandError
+
 LAYERS = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
 """PyTorch's functions for recurrent layers, and how many states they have."""
+APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+"""What runs a `torch.autograd.Function`."""
 DEPENDS_ON_DATA = "encore: packed rows are read directly, and their number depends on data"
 
 
@@ -34,7 +39,28 @@ def _sizes_reached(numbers: Tensor) -> Tensor:
 
 
 def _rows_there(rows: PackedRows) -> Tensor:
-    return rows.block[: int(rows.numbers.sum())]
+    """The tensor that stands for the rows from its first reading on: hooks and in-place writes belong to it."""
+    _check_not_a_constant(rows)
+    if rows.read is not None:
+        return rows.read
+    with torch.enable_grad():  # whoever reads it first without gradients leaves them to those who follow
+        found = rows.block[: int(rows.numbers.sum())]
+    if not torch.is_inference_mode_enabled():
+        rows.read = found
+    return found
+
+
+def _check_not_a_constant(rows: PackedRows) -> None:
+    """Raise an error inside a `torch.autograd.Function` that was given the rows: it takes what is no `torch.Tensor` for
+    a constant."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is APPLY and any(argument is rows for argument in frame.f_locals["args"]):
+            raise OperandError(
+                "a torch.autograd.Function was given the rows of a PackedSequence, taken out by unpacking or by index: "
+                "in a compiled model they are no torch.Tensor there, and would get no gradient; pass packed.data"
+            )
+        frame = frame.f_back
 
 
 def _run_on_tensors(function: Any, args: Any, kwargs: Any) -> Any:
@@ -90,9 +116,16 @@ class PackedRows:
         """Is the source a padded batch, not yet in the given order?"""
         self.batch_first = batch_first
         self.order = order
+        self.read: Tensor | None = None
+        """The rows as a tensor, once they were read as one between graphs."""
 
     @property
     def block(self) -> Tensor:
+        if self.read is not None:
+            steps = self.numbers.shape[0]
+            batch = self.source.shape[0 if self.batch_first else 1] if self.padded else self.source.shape[0] // steps
+            rows_in_block: Any = torch.ops.encore.rows_in_block
+            return rows_in_block(self.read, self.numbers, batch)
         if not self.padded:
             return self.source
         source = self.source
