@@ -17,7 +17,7 @@ SKIPPED = "Attempted to call function marked as skipped"
 SPARSE = "sparse Tensor"
 """Dynamo traces no sparse tensors."""
 NOTHING = "no graph reached Encore"
-"""Every argument is sparse."""
+"""What is left of any of these reasons where Dynamo has given up on the same code before."""
 
 REFUSED = {
     "combinations": SHAPE,
@@ -38,8 +38,8 @@ REFUSED = {
     "nn.functional.gaussian_nll_loss": NUMBER,
     "nn.functional.linear_cross_entropy.chunked": SKIPPED,
     "nn.functional.linear_cross_entropy.chunked_none": SKIPPED,
-    "sparse.mm.reduce": NOTHING,
-    "sparse.sampled_addmm": NOTHING,
+    "sparse.mm.reduce": SPARSE,
+    "sparse.sampled_addmm": SPARSE,
     "tensor_split": NUMBER,
     "to_sparse": SPARSE,
 }

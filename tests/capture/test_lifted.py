@@ -328,6 +328,22 @@ def test_torch_compile_that_passes_over_the_layers_says_what_to_do() -> None:
     run = [sys.executable, "-c", textwrap.dedent(program)]
     ended = subprocess.run(run, capture_output=True, text=True, check=True)
     assert ended.stderr.count("torch._dynamo.config.allow_rnn = True before the first step") == 1
+    strict = [sys.executable, "-W", "error:encore", *run[1:]]  # Dynamo has to survive it
+    ended = subprocess.run(strict, capture_output=True, text=True, check=True)
+    assert ended.stderr.count("torch._dynamo.config.allow_rnn = True before the first step") == 1
+
+
+def test_layers_that_were_passed_over_for_another_backend_are_not_warned_of() -> None:
+    program = """
+        import torch
+        from torch import nn
+
+        layer = nn.LSTM(4, 6)
+        torch.compile(lambda x: layer(x)[0].sum(), backend="eager")(torch.randn(3, 2, 4))
+        torch.compile(nn.Linear(4, 4), backend="encore")(torch.randn(2, 4)).sum().backward()
+    """
+    run = [sys.executable, "-c", textwrap.dedent(program)]
+    assert "allow_rnn" not in subprocess.run(run, capture_output=True, text=True, check=True).stderr
 
 
 # ---- without a compiler --------------------------------------------------------------------------------------------

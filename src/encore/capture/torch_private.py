@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import re
 import threading
 from collections import Counter
@@ -62,6 +63,7 @@ from encore.graph.random_ops import traced_dropout, traced_dropout_
 from encore.graph.values import Value
 from encore.schedule import Schedule
 
+log = logging.getLogger("encore")
 aten = torch.ops.aten
 DispatchKey = torch._C.DispatchKey
 
@@ -649,19 +651,29 @@ def tell_of_recurrent_layers(backend: Callable[..., Any], tell: Callable[[], Non
     """Call `tell` once Dynamo has passed over `nn.LSTM` or its kin in a process that runs `torch.compile` for this
     backend. The function around such a layer is skipped as a whole, so that the backend itself never hears of it."""
     told = False
+    seen = _layers_passed_over()
 
     def look(_: Any) -> None:
-        nonlocal told
+        nonlocal told, seen
+        before, seen = seen, _layers_passed_over()
+        more = seen > before or 0 < seen < before  # less: the counters were reset
         asked_for = any(getattr(known, "compiler_fn", None) is backend for known in eval_frame.cached_backends.values())
-        left_out = any(RECURRENT_LAYER in reason for reason in dynamo_counters["unimplemented"])
-        if asked_for and left_out and not told and not torch._dynamo.config.allow_rnn:
+        if asked_for and more and not told and not torch._dynamo.config.allow_rnn:
             told = True
-            tell()
+            try:
+                tell()
+            except Warning as warning:  # made an error: raised here, it would leave Dynamo's callbacks pending for good
+                log.warning("%s", warning)
 
     torch._dynamo.callback.callback_handler.register_end_callback(look)
 
 
 RECURRENT_LAYER = "Attempted to wrap RNN, GRU, or LSTM"
+
+
+def _layers_passed_over() -> int:
+    """How often Dynamo has passed over a recurrent layer, for any backend, since it was reset."""
+    return sum(count for reason, count in dynamo_counters["unimplemented"].items() if RECURRENT_LAYER in reason)
 
 
 class BackendRefusal(ShortenTraceback):
