@@ -13,9 +13,10 @@ import torch
 
 import encore
 from encore.cli import main
-from encore.options import make_options, parse_bytes
+from encore.options import make_options
 from encore.tiers import Disk, Host
 from encore.train import command
+from encore.units import parse_bytes
 
 HUGE, DIGITS = 10**400, "9" * 5000
 

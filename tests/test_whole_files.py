@@ -13,7 +13,7 @@ import pytest
 import encore
 from encore.bench import plots, results
 from encore.cli import main
-from encore.cost.cache import MachineCache
+from encore.machine import MachineCache
 from encore.plan.saved import SavedPlan
 from encore.train.checkpoint import Checkpoints
 from encore.train.history import History

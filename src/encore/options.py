@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from encore.codecs import CODECS
 from encore.errors import OptionError, listed
+from encore.plan import SavedPlan
+from encore.plan.goal import Budget as Budget
+from encore.plan.saved import LOWERINGS as LOWERINGS
+from encore.tiers import Tier, check_tiers
+from encore.units import MOST_BYTES, UNITS, number_and_unit, shown
 
-if TYPE_CHECKING:
-    from encore.plan import SavedPlan
-    from encore.tiers import Tier
-
-LOWERINGS = ("fused", "eager")
 METHODS = ("recompute", "encode", "stash")
 """What may become of a feature map that is not kept: computed again, held as a code, or, by a recurrent layer, built
 again from what it keeps."""
@@ -28,46 +27,8 @@ FUSED_PASSES = (
 )  # fmt: skip
 """What the fused lowering does to a graph, in this order; each can be skipped."""
 DEFAULT_OVERHEAD = 0.05
-UNITS = {
-    "": 1, "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
-MOST_BYTES = 2**63 - 1
-"""More than any memory or disk has."""
-MOST_PERCENT, MOST_COUNT = 10**6, 2**31 - 1
-SHOWN_LETTERS = 80
+MOST_PERCENT = 10**6
 ACCEPTED_BUDGETS = "a positive number of bytes, '2GiB', '500MB', '60%' (of the largest unplanned step) or 'min'"
-
-
-@dataclass(frozen=True)
-class Budget:
-    """An upper bound on `resident + step_peak`: absolute, a share of the unplanned peak, or the lowest reachable. A
-    share with bytes is one of a step that is known."""
-
-    bytes: int | None = None
-    share: float | None = None
-
-    @property
-    def is_floor(self) -> bool:
-        """Is it the lowest reachable peak, whatever that is?"""
-        return self.bytes is None and self.share is None
-
-    def resolve(self, unplanned: int) -> int:
-        """The bound in bytes for a step that takes `unplanned` bytes as it is."""
-        if self.bytes is not None:
-            return self.bytes
-        assert self.share is not None, "the floor is not known before the plans are"
-        return math.floor(self.share * unplanned)
-
-    def of_step(self, unplanned: int) -> Budget:
-        """The same budget, in bytes if it is a share, for a step that takes `unplanned` bytes as it is."""
-        return self if self.share is None else dataclasses.replace(self, bytes=math.floor(self.share * unplanned))
-
-    def __str__(self) -> str:
-        if self.share is not None:
-            return f"{self.share:.4g} of the largest unplanned step"
-        return "min" if self.bytes is None else f"{self.bytes} bytes"
 
 
 def parse_budget(budget: int | float | str | Budget) -> Budget:
@@ -79,51 +40,25 @@ def parse_budget(budget: int | float | str | Budget) -> Budget:
     if isinstance(budget, bool) or not isinstance(budget, int | float):
         raise OptionError(f"budget={budget!r} is not a budget; give {ACCEPTED_BUDGETS}")
     if not 1 <= budget <= MOST_BYTES:  # never true of NaN
-        raise OptionError(f"budget={_shown(budget)} is not positive, or too large; give {ACCEPTED_BUDGETS}")
+        raise OptionError(f"budget={shown(budget)} is not positive, or too large; give {ACCEPTED_BUDGETS}")
     return Budget(bytes=int(budget))
 
 
 def _parse_budget_text(text: str) -> Budget:
     if text.strip().lower() == "min":
         return Budget()
-    number, unit = _number_and_unit(text)
+    number, unit = number_and_unit(text)
     if unit != "%" and unit not in UNITS:
-        raise OptionError(f"budget={_shown(text)} cannot be read; give {ACCEPTED_BUDGETS}")
+        raise OptionError(f"budget={shown(text)} cannot be read; give {ACCEPTED_BUDGETS}")
     if unit == "%":
         if not 0 < number <= MOST_PERCENT:
             raise OptionError(
-                f"budget={_shown(text)} is not positive, or more than {MOST_PERCENT} %; give {ACCEPTED_BUDGETS}"
+                f"budget={shown(text)} is not positive, or more than {MOST_PERCENT} %; give {ACCEPTED_BUDGETS}"
             )
         return Budget(share=number / 100)
     if not 1 <= number * UNITS[unit] <= MOST_BYTES:
-        raise OptionError(f"budget={_shown(text)} is not positive, or too large; give {ACCEPTED_BUDGETS}")
+        raise OptionError(f"budget={shown(text)} is not positive, or too large; give {ACCEPTED_BUDGETS}")
     return Budget(bytes=int(number * UNITS[unit]))
-
-
-def _number_and_unit(text: str) -> tuple[float, str]:
-    """`"1.5 GiB"` as (1.5, "GIB"); the unit is "?" where there is no number."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*|%)", text.strip())
-    return (float(match.group(1)), match.group(2).upper()) if match else (0.0, "?")
-
-
-def parse_bytes(given: Any, name: str) -> int:
-    """Bytes as users write them: a whole number, or a text such as "16GiB"."""
-    number: float = given if isinstance(given, int) and not isinstance(given, bool) else 0
-    if isinstance(given, str):
-        number, unit = _number_and_unit(given)
-        number *= UNITS.get(unit, 0)
-    if not 1 <= number <= MOST_BYTES:
-        raise OptionError(f"{name}={_shown(given)} is not accepted; give a positive number of bytes, or '16GiB'")
-    return int(number)
-
-
-def _shown(value: Any) -> str:
-    """What was given, in a line of bounded length."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of thousands of digits
-        text = "a very large number"
-    return text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]}..."
 
 
 DEFAULT_GRADIENT_ERROR = 0.01
@@ -256,8 +191,6 @@ ACCEPTED_LOSSY = "True, False, a bound on the relative gradient error between 0 
 def _lossy(given: Any) -> Lossy:
     """A bound on the gradient error, or names of lossy codecs; a name may be given by itself, and "fp8" is short for
     every format whose name begins with it."""
-    from encore.codecs import CODECS
-
     if isinstance(given, Lossy):
         return given
     known = tuple(name for name, codec in CODECS.items() if not codec.lossless)
@@ -281,8 +214,6 @@ def _lossy(given: Any) -> Lossy:
 
 def _tiers(given: Any) -> tuple[str | Tier, ...]:
     """Tiers, checked: of each kind one, by which plans know them."""
-    from encore.tiers import check_tiers
-
     tiers = check_tiers(given)
     kinds = [tier_name(tier) for tier in tiers]
     for kind in kinds:
@@ -297,8 +228,6 @@ def tier_name(tier: str | Tier) -> str:
 
 
 def _saved_plan(given: Any) -> SavedPlan:
-    from encore.plan import SavedPlan  # which knows the options
-
     if isinstance(given, SavedPlan):
         return given
     if isinstance(given, str | os.PathLike):
@@ -315,19 +244,12 @@ def _patterns(given: Any) -> tuple[str, ...]:
     return patterns
 
 
-def check_count(given: Any, name: str) -> int:
-    """A whole number of at least 1."""
-    if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= MOST_COUNT:
-        raise OptionError(f"{name}={_shown(given)} is not accepted; give a whole number of at least 1")
-    return given
-
-
 def _several(given: Any, option: str, known: Iterable[str]) -> tuple[Any, ...]:
     """A list of names; one may be given by itself."""
     if isinstance(given, str):
         return (given,)
     if isinstance(given, bytes) or not isinstance(given, Iterable):
-        raise OptionError(f"{option}={_shown(given)} is not accepted; give names, such as {listed(known)}")
+        raise OptionError(f"{option}={shown(given)} is not accepted; give names, such as {listed(known)}")
     return tuple(given)
 
 
@@ -337,7 +259,7 @@ def _check_number(chosen: Mapping[str, Any], name: str, kind: type, least: float
     value = chosen[name]
     fits = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
     if not fits or not least <= value <= MOST_BYTES:  # never true of NaN
-        raise OptionError(f"{name}={_shown(value)} is not accepted; give {accepted}")
+        raise OptionError(f"{name}={shown(value)} is not accepted; give {accepted}")
 
 
 STATE_PER_PARAMETER = {

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 import encore
 from captured import captured, captured_graph, operators
 from encore.cached_files import read_record, write_record
+from encore.compiler.fuse import kernels_of
 from encore.cost import Seconds, kernel_timing, rates, seconds, time_kernels
-from encore.cost.cache import MachineCache
 from encore.cost.flops import flops
 from encore.cost.kernel_timing import kernel_seconds
 from encore.cost.probe import made_up, made_up_call
@@ -26,7 +26,7 @@ from encore.cost.seconds import may_run
 from encore.cost.timing import seconds_of
 from encore.graph import Graph, Op, OpClass
 from encore.lower import kernel_store
-from encore.lower.fuse import kernels_of
+from encore.machine import MachineCache
 from encore.plan import step_seconds
 from encore.schedule import Fused, Schedule, schedule_step
 from encore.schedule.kernel import Operand

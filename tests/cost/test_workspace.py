@@ -15,11 +15,11 @@ import encore
 from captured import captured_graph, drop_gradients, operators, train_step
 from encore.api import compiled_call
 from encore.cost import Workspaces, probe, workspace
-from encore.cost.cache import machine_cache
 from encore.cost.measure import measure_cpu
 from encore.cost.probe import footprint, made_up, probe_workspace
 from encore.folders import cache_directory
 from encore.graph import Graph, OpClass
+from encore.machine import machine_cache
 
 aten = torch.ops.aten
 

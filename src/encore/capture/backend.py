@@ -35,11 +35,12 @@ from encore.capture.unused_outputs import NotOptionalError, Tangents, can_run_ag
 from encore.capture.variants import GraphRunner, Used, Variant
 from encore.capture.watch import watches
 from encore.codecs import CODECS, Densities, Share
+from encore.compiler.fuse import FusedPlan, fuse_plan, kernels_of
 from encore.cost import LinkLessons, densities, may_be_narrow, may_be_sparse, time_kernels
 from encore.cost.gradient_error import GradientError
 from encore.errors import BudgetError, CheckError, EncoreError, IllegalGraphError, PlanError
 from encore.graph import Graph, Primal, UnsupportedGraphError, build_graph, verify_graph
-from encore.lower import FusedPlan, fuse_plan, kernel_store, kernels_of, lower
+from encore.lower import kernel_store, lower
 from encore.options import make_options
 from encore.plan import (
     GraphPlan,
@@ -412,7 +413,7 @@ class GraphCompilation:
             fuse=None if separate else self._as_kernels,
             exact=self.options.lowering == "eager",
             keep=self.options.keep,
-            methods=allowed_methods(self.options),
+            methods=allowed_methods(self.options.methods, self.options.lossy.codecs),
             links=None if reference is None else reference.links,
             densities=None if reference is None else reference.densities,
             admitted=None if reference is None else reference.admitted,

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 
 from encore.cost.allocator import profiler_is_running
-from encore.cost.cache import machine_cache
 from encore.cost.rates import is_duration
 from encore.cost.timing import seconds_of
+from encore.machine import machine_cache
 from encore.schedule import Link
 from encore.tiers import Parcel, Tier
 

@@ -17,7 +17,6 @@ import torch
 
 from encore.codecs import Codec
 from encore.cost.allocator import profiler_is_running
-from encore.cost.cache import machine_cache
 from encore.cost.codec_timing import CodecCall, codec_of
 from encore.cost.domains import domain_key
 from encore.cost.probe import footprint, made_up_call, on_cuda
@@ -30,6 +29,7 @@ from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_codec
 from encore.graph.random_ops import DrawState
 from encore.graph.tier_ops import is_transfer
+from encore.machine import machine_cache
 from encore.schedule import Fused, Run, Schedule
 
 log = logging.getLogger("encore")

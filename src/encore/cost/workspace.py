@@ -21,7 +21,6 @@ import torch
 
 from encore.codecs import WORKSPACES as CODING
 from encore.cost.allocator import profiler_is_running
-from encore.cost.cache import machine_cache
 from encore.cost.domains import domain_key
 from encore.cost.probe import footprint, on_cuda, probe_workspace
 from encore.cost.room import has_room
@@ -32,6 +31,7 @@ from encore.graph.ops import is_pointwise
 from encore.graph.random_ops import DrawAgain
 from encore.graph.values import Ref
 from encore.kernels.draws import FEW, STATE_BYTES
+from encore.machine import machine_cache
 from encore.rnn import WORKSPACES as RECURRENT
 from encore.schedule import Fused
 

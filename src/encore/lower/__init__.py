@@ -2,8 +2,7 @@
 chooses or reorders."""
 
 from encore.lower.codegen import Lowered, lower
-from encore.lower.fuse import FusedPlan, fuse_plan, kernels_of
 from encore.lower.kernels import kernel_store
 from encore.lower.transport import Transport
 
-__all__ = ["FusedPlan", "Lowered", "Transport", "fuse_plan", "kernel_store", "kernels_of", "lower"]
+__all__ = ["Lowered", "Transport", "kernel_store", "lower"]

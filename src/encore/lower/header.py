@@ -24,10 +24,10 @@ from encore.cached_files import (
     write_cached,
     write_record,
 )  # fmt: skip
-from encore.cost.cache import machine_key
 from encore.folders import cache_folder, private_directory
 from encore.lower import inductor_private
 from encore.lower.inductor_private import LoweringError
+from encore.machine import machine_key
 
 NAME, COMPILED, RECORD = "kernels.h", "kernels.h.gch", "kernels.h.json"
 _checked: set[Path] = set()

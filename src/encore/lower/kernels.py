@@ -39,12 +39,12 @@ from encore.cached_files import (
     write_cached,
     write_record,
 )  # fmt: skip
-from encore.cost.cache import machine_key
 from encore.folders import cache_folder, private_directory
 from encore.lower import inductor_private
 from encore.lower.header import kernel_header
 from encore.lower.inductor_private import CppFunction, LoweringError
 from encore.lower.module_text import bytes_aside, returned_strides
+from encore.machine import machine_key
 from encore.progress import progress
 from encore.schedule.kernel import Kernel
 

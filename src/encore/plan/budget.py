@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from encore.errors import BudgetError, Pin
 from encore.graph import Graph
-from encore.options import Budget, Options
+from encore.plan.goal import Budget, Goal
 from encore.plan.offer import Offer, by_methods
 from encore.plan.plan import Plan
 from encore.schedule import Stack, alive_at_worst, stack
@@ -20,44 +20,44 @@ LOOKED_AT = 2
 plans."""
 
 
-def will_do(as_it_is: Offer, options: Options, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> bool:
+def will_do(as_it_is: Offer, goal: Goal, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> bool:
     """Is keeping everything what is asked for, so that no other plan needs to be looked for?"""
-    if options.budget is None:
-        return options.allowed_overhead == 0
-    if options.budget.is_floor:
+    if goal.budget is None:
+        return goal.allowed_overhead == 0
+    if goal.budget.is_floor:
         return False
-    return keeps_budget(as_it_is.plan, options, unplanned=unplanned, earlier=earlier)
+    return keeps_budget(as_it_is.plan, goal, unplanned=unplanned, earlier=earlier)
 
 
-def keeps_budget(plan: Plan, options: Options, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> bool:
+def keeps_budget(plan: Plan, goal: Goal, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> bool:
     """Does a plan, as it came out in the end, stay within the budget? The floor is no bound."""
-    if options.budget is None or options.budget.is_floor:
+    if goal.budget is None or goal.budget.is_floor:
         return True
-    return _total(plan, options, earlier) <= options.budget.resolve(_total(unplanned, options, earlier))
+    return _total(plan, goal, earlier) <= goal.budget.resolve(_total(unplanned, goal, earlier))
 
 
-def _total(plan: Plan, options: Options, earlier: Sequence[Plan]) -> int:
-    return stack_plans([*earlier, plan]).total + options.resident
+def _total(plan: Plan, goal: Goal, earlier: Sequence[Plan]) -> int:
+    return stack_plans([*earlier, plan]).total + goal.resident
 
 
 def choose(
-    offers: Sequence[Offer], options: Options, *, unplanned: Plan | None = None, earlier: Sequence[Plan] = ()
+    offers: Sequence[Offer], goal: Goal, *, unplanned: Plan | None = None, earlier: Sequence[Plan] = ()
 ) -> Offer:
     """Pick from the offers for one graph; `earlier` are the plans of the graphs that the step has run before it.
 
     The first offer keeps everything; `unplanned` is what percentages are of, where that is another plan. Offers say
     about what they hold; those that come into question are built, and what counts is the plan itself.
     """
-    if options.budget is None:
-        return _smallest_within(offers, options.allowed_overhead)
+    if goal.budget is None:
+        return _smallest_within(offers, goal.allowed_overhead)
 
     def total(plan: Plan) -> int:
-        return _total(plan, options, earlier)
+        return _total(plan, goal, earlier)
 
     kept = offers[0].plan
-    if options.budget.is_floor:
+    if goal.budget.is_floor:
         return min(_lowest(offers), key=lambda offer: (total(offer.plan), offer.plan.overhead))
-    limit = options.budget.resolve(total(unplanned or kept))
+    limit = goal.budget.resolve(total(unplanned or kept))
     room = limit - (total(kept) - kept.timeline.step_peak)
     ordered = sorted(offers, key=lambda offer: (offer.overhead, offer.step_peak))
     found = next((one for one in ordered if one.step_peak <= room * NEAR and total(one.plan) <= limit), None)
@@ -66,7 +66,7 @@ def choose(
     if found is not None or faster:
         return min([*faster, *([found] if found else [])], key=lambda offer: offer.overhead)
     smallest = min(lowest, key=lambda offer: total(offer.plan))
-    raise budget_error(smallest.plan, options.budget, limit, total(smallest.plan), tiers=bool(options.tiers))
+    raise budget_error(smallest.plan, goal.budget, limit, total(smallest.plan), tiers=bool(goal.tiers))
 
 
 def _smallest_within(offers: Sequence[Offer], overhead: float) -> Offer:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from encore.codecs import CODECS
 from encore.errors import PlanError, listed
 from encore.graph import Graph
-from encore.options import LOWERINGS
 from encore.plan.plan import Plan
 from encore.plan.stand_ins import can_move, code_bytes
 from encore.schedule import Choice, Encoded, Offloaded, Stashed
@@ -29,6 +28,8 @@ from encore.whole_files import write_whole
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+LOWERINGS = ("fused", "eager")
+"""How a schedule can run; a plan belongs to one of them."""
 VERSION = 3
 READ = (1, 2, VERSION)
 """Layouts that can be read: the first knew recomputation alone, the second no tiers."""

@@ -22,7 +22,6 @@ from encore.codecs.integers import INTEGER_CODECS
 from encore.graph import Graph, Op, Role, Storage, Value
 from encore.graph.ops import classify
 from encore.graph.values import Ref, block_bytes, span_bytes
-from encore.options import Options
 from encore.plan.admission import Admitted
 from encore.schedule import Encoded, Fused, Link, Offloaded, Stashed
 from encore.schedule.recompute import owned
@@ -186,15 +185,13 @@ class Methods:
         )
 
 
-def allowed_methods(options: Options) -> Methods:
-    """What the user lets a planner do. Codecs that lose something are there for those who asked for them."""
-    encode = "encode" in options.methods
+def allowed_methods(names: Collection[str], lossy: Collection[str]) -> Methods:
+    """What the user lets a planner do: methods by name, and all lossless codecs along with the given lossy ones."""
+    known = CODECS.items() if "encode" in names else ()
     return Methods(
-        recompute="recompute" in options.methods,
-        codecs=tuple(
-            name for name, codec in CODECS.items() if encode and (codec.lossless or name in options.lossy.codecs)
-        ),
-        stash="stash" in options.methods,
+        recompute="recompute" in names,
+        codecs=tuple(name for name, codec in known if codec.lossless or name in lossy),
+        stash="stash" in names,
     )
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from encore.cost.allocator import profiler_is_running
-from encore.cost.cache import machine_cache
 from encore.cost.room import has_room
 from encore.graph import Graph
+from encore.machine import machine_cache
 from encore.rewrite.attentions import Attention
 from encore.rewrite.matmuls import Product, device_of
 from encore.rewrite.scorings import Scoring

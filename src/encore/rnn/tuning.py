@@ -10,7 +10,7 @@ such numbers. And the module `encore.nn.LSTM` can leave a call that keeps everyt
 small one, an operator in Python takes longer than its work.
 
 Which is best differs by size and machine, so it is measured: `encore tune` runs the layouts of given sizes in turns and
-keeps their seconds in the machine's cache of measurements (`cost/cache.py`). Nothing is measured while a model trains.
+keeps their seconds in the machine's cache of measurements (`machine.py`). Nothing is measured while a model trains.
 Where the cache has nothing for a size, `rule` decides, so that one machine and one cache always give one answer, and
 a workspace that is told beforehand is the one that is taken. A process reads the cache once.
 
@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from encore.machine import machine_cache
 from encore.rnn import native
 from encore.rnn.products import has_prepacked, worth_prepacking
 
@@ -252,8 +253,6 @@ def best_of(known: Mapping[Layout, float], usual: Layout, among: Iterable[Layout
 
 def measured(size: Size) -> dict[Layout, float]:
     """Seconds of each way, from the cache; nothing unless all of them are there."""
-    from encore.cost.cache import machine_cache
-
     cache = machine_cache()
     found: dict[Layout, float] = {}
     for layout in ways(size):
@@ -278,8 +277,6 @@ def forget() -> None:
 
 def tune(size: Size, seconds: float = SECONDS) -> dict[Layout, float]:
     """Run the layouts of a size in turns, forward and backward, and keep the best time of each."""
-    from encore.cost.cache import machine_cache
-
     step = _step(size)
     best = dict.fromkeys(ways(size), math.inf)
     racing = list(best)

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from encore.errors import TierError
-from encore.options import check_count, parse_bytes
 from encore.tiers.layout import PAGE, Layout, layout_of, rounded
 from encore.tiers.slot_file import SlotFile
 from encore.tiers.tier import Parcel, Tier, Times
+from encore.units import check_count, parse_bytes
 
 DIRECTORY = "ENCORE_TIER_DIR"
 WORKERS = 2

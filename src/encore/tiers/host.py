@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from encore.errors import TierError
-from encore.options import check_count, parse_bytes
 from encore.tiers.layout import Layout, layout_of, rounded
 from encore.tiers.limits import available_memory
 from encore.tiers.tier import Parcel, Tier
-from encore.units import bytes_text
+from encore.units import bytes_text, check_count, parse_bytes
 
 SPARE = 256 << 20
 """Left of the memory that this process may take."""

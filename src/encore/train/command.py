@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from encore.errors import EncoreError, OptionError
-from encore.options import SHOWN_LETTERS
 from encore.train.batches import LargestBatch, largest_batch
 from encore.train.loop import train
 from encore.train.outcome import Outcome
 from encore.train.settings import Settings, read_sizes
+from encore.units import SHOWN_LETTERS
 
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 """What PyTorch's allocators say."""

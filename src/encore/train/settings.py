@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from encore.errors import OptionError, listed
-from encore.options import MOST_COUNT, SHOWN_LETTERS, make_options
+from encore.options import make_options
 from encore.tiers.limits import available_memory
-from encore.units import bytes_text
+from encore.units import MOST_COUNT, SHOWN_LETTERS, bytes_text
 from encore.workloads import NAMED_SIZES, WORKLOADS, Workload, build, named_sizes
 
 Size = int | float | str

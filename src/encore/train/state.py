@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import encore
-from encore.cost.cache import machine_key
 from encore.errors import CheckpointError, EncoreError
+from encore.machine import machine_key
 from encore.plan import SavedPlan
 from encore.report.report import Report
 from encore.rewrite.judge import judgements, remember_judgements

@@ -11,15 +11,12 @@ import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from encore.cost import Workspaces
 from encore.lower.kernels import CompiledKernel, KernelStore
 from encore.plan import Plan
 from encore.schedule import Fused, Fusion, Schedule, Timeline, simulate
 from encore.schedule.kernel import Kernel
-
-if TYPE_CHECKING:
-    from encore.cost import Workspaces
 
 log = logging.getLogger("encore")
 

@@ -1,0 +1,1 @@
+"""The driver: the only room that knows all others."""

@@ -1,0 +1,59 @@
+"""What a plan is picked for: a bound on memory, or one on time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sized
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An upper bound on `resident + step_peak`: absolute, a share of the unplanned peak, or the lowest reachable. A
+    share with bytes is one of a step that is known."""
+
+    bytes: int | None = None
+    share: float | None = None
+
+    @property
+    def is_floor(self) -> bool:
+        """Is it the lowest reachable peak, whatever that is?"""
+        return self.bytes is None and self.share is None
+
+    def resolve(self, unplanned: int) -> int:
+        """The bound in bytes for a step that takes `unplanned` bytes as it is."""
+        if self.bytes is not None:
+            return self.bytes
+        assert self.share is not None, "the floor is not known before the plans are"
+        return math.floor(self.share * unplanned)
+
+    def of_step(self, unplanned: int) -> Budget:
+        """The same budget, in bytes if it is a share, for a step that takes `unplanned` bytes as it is."""
+        return self if self.share is None else dataclasses.replace(self, bytes=math.floor(self.share * unplanned))
+
+    def __str__(self) -> str:
+        if self.share is not None:
+            return f"{self.share:.4g} of the largest unplanned step"
+        return "min" if self.bytes is None else f"{self.bytes} bytes"
+
+
+class Goal(Protocol):
+    """The options that pick a plan."""
+
+    @property
+    def budget(self) -> Budget | None:
+        """Upper bound on resident + step_peak."""
+
+    @property
+    def allowed_overhead(self) -> float:
+        """Extra step time allowed without a budget, as a fraction."""
+
+    @property
+    def resident(self) -> int:
+        """Bytes that the budget must hold besides what the step's graphs know of."""
+
+    @property
+    def tiers(self) -> Sized:
+        """Where activations may be offloaded to."""
