@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 import encore
 from captured import gradients_for_all_outputs
 from encore.api import compiled_call
-from encore.capture import Session
+from encore.compiler import Session
 from encore.schedule import replay
 from rounding import assert_as_accurate, assert_close, largest
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import encore
 from encore.api import compiled_call
-from encore.capture import CapturedGraph
+from encore.compiler import CapturedGraph
 from encore.graph import Graph, Op, Value
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import encore
 from captured import captured, drop_gradients, train_step
-from encore.capture import CapturedGraph
+from encore.compiler import CapturedGraph
 from encore.graph import verify_graph
 from encore.options import FUSED_PASSES
 from encore.schedule import replay

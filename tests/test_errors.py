@@ -55,7 +55,7 @@ def test_other_errors_of_a_backend_stay_what_dynamo_makes_of_them(monkeypatch: p
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("encore.capture.backend.build_graph", fail)
+    monkeypatch.setattr("encore.compiler.backend.build_graph", fail)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="ZeroDivisionError: a bug"):
         WAYS["torch.compile"](wide_model())(torch.randn(4, 8))
 

@@ -7,12 +7,12 @@ from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from encore.capture import Session, sessions
-from encore.capture.bypass import BypassWatch
-from encore.capture.compiled import CompiledCall
-from encore.capture.copies import CompiledMark
 from encore.capture.torch_private import TraceFailed
-from encore.capture.twin import fake_twin, run_forward_without_memory
+from encore.compiler import Session, sessions
+from encore.compiler.bypass import BypassWatch
+from encore.compiler.compiled import CompiledCall
+from encore.compiler.copies import CompiledMark
+from encore.compiler.twin import fake_twin, run_forward_without_memory
 from encore.errors import NeverRunError, OptionError
 from encore.options import Options, make_options
 from encore.report.report import Estimate, Report

@@ -1,7 +1,7 @@
 """`ENCORE_CHECK=1`: every compiled step is checked while it is compiled and while it runs; slow, for finding bugs.
 
 The replayer follows what is lowered (`schedule/replay.py`), every operator is watched while it runs
-(`lower/checked.py`), and the first call of every graph is compared with plain PyTorch (`capture/first_call.py`).
+(`lower/checked.py`), and the first call of every graph is compared with plain PyTorch (`compiler/first_call.py`).
 """
 
 from __future__ import annotations

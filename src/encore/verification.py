@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from encore.api import compiled_call
-from encore.capture.compiled import CompiledCall
 from encore.comparison import Tensors, Verification, compare, compare_errors, cotangent, equal_up_to_rounding
+from encore.compiler.compiled import CompiledCall
 from encore.errors import OptionError, VerificationError
 
 

@@ -18,8 +18,8 @@ from torch import nn
 
 import encore
 from encore.api import compiled_call
-from encore.capture import bounded_codecs
-from encore.capture.lossy_check import LossyCheck
+from encore.compiler import bounded_codecs
+from encore.compiler.lossy_check import LossyCheck
 from encore.plan.admission import LossyCandidate
 from encore.report.report import Report
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import encore
 from captured import captured, drop_gradients, operators, train_step
-from encore.capture.watch import CodeWatch, measured_error
 from encore.codecs import CODECS, Densities, Share
+from encore.compiler.watch import CodeWatch, measured_error
 from encore.cost.density import densities, planned_density, planned_width
 from encore.plan import feature_maps
 from encore.plan.stand_ins import encodings

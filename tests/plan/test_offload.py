@@ -67,7 +67,7 @@ def _watched() -> Iterator[None]:
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encore.capture.session.link_to", lambda tier: FAST)
+    monkeypatch.setattr("encore.compiler.session.link_to", lambda tier: FAST)
 
 
 def on_disk(model: Any, **options: Any) -> Any:
@@ -154,7 +154,7 @@ def test_more_methods_never_give_a_slower_plan_for_a_budget() -> None:
 
 
 def test_a_slow_disk_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encore.capture.session.link_to", lambda tier: SLOW)
+    monkeypatch.setattr("encore.compiler.session.link_to", lambda tier: SLOW)
     model = encore.compile(Tower(), overhead=0.5, lowering="eager", tiers="disk")
     train_step(model, X)
     report = encore.report(model)
@@ -164,7 +164,7 @@ def test_a_slow_disk_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_stall_of_a_slow_disk_is_part_of_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encore.capture.session.link_to", lambda tier: SLOW)
+    monkeypatch.setattr("encore.compiler.session.link_to", lambda tier: SLOW)
     model = on_disk(Tower(), lowering="eager")
     train_step(model, X)
     planned = encore.report(model).planned
@@ -201,7 +201,7 @@ def test_the_stall_for_a_disk_of_known_pace_is_predicted(monkeypatch: pytest.Mon
 def test_the_first_steps_teach_how_fast_the_tier_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Somebody has taken the disk for a hundred times faster than it is."""
     monkeypatch.setattr("encore.tiers.disk.PIECE", 1 << 18)
-    monkeypatch.setattr("encore.capture.session.link_to", lambda tier: FAST)
+    monkeypatch.setattr("encore.compiler.session.link_to", lambda tier: FAST)
     inject(monkeypatch, "pwrite", slowly)
     inject(monkeypatch, "preadv", slowly)
     x = torch.randn(8192, 64)
@@ -217,7 +217,7 @@ def test_the_first_steps_teach_how_fast_the_tier_is(monkeypatch: pytest.MonkeyPa
     assert learnt.load > 0.01 / (1 << 18)
     (graph,) = compiled_call(model).session.last_step
     assert graph.lessons is None
-    monkeypatch.setattr("encore.capture.session.link_to", lambda tier: learnt)
+    monkeypatch.setattr("encore.compiler.session.link_to", lambda tier: learnt)
     torch._dynamo.reset()
     model = on_disk(Tower(), tiers=tier, lowering="eager")
     train_step(model, x)

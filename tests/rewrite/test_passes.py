@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import encore
 from captured import captured, drop_gradients, operators, train_step
 from encore.api import compiled_call
-from encore.capture import CapturedGraph
+from encore.compiler import CapturedGraph
 from encore.errors import OptionError
 from encore.graph import verify_graph
 from encore.options import FUSED_PASSES
@@ -37,7 +37,7 @@ def everything_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 def whatever_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small steps have no room for a pass that trades memory for speed: let it."""
     monkeypatch.setattr(
-        "encore.capture.backend.rewrite",
+        "encore.compiler.backend.rewrite",
         lambda graph, judge, **settings: rewrite(graph, judge, **{**settings, "limit": 2**60}),
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import encore
 from captured import captured, drop_gradients, train_step
-from encore.capture import CapturedGraph
+from encore.compiler import CapturedGraph
 from encore.graph import Graph, Value, verify_graph
 from encore.rewrite.postpone_gradients import FEW, postpone_gradients
 from encore.schedule import replay

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import encore
 from captured import captured, captured_graph, operators
-from encore.capture import CapturedGraph
+from encore.compiler import CapturedGraph
 from encore.rewrite import Judge
 from encore.rewrite.scorings import find_scorings
 from encore.schedule import Run

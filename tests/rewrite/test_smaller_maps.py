@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import encore
 from captured import captured, operators
 from encore.api import compiled_call
-from encore.capture import CapturedGraph
+from encore.compiler import CapturedGraph
 from encore.graph import verify_graph
 from encore.options import FUSED_PASSES
 from encore.rewrite.passes import EXACT, rewrite
@@ -430,7 +430,7 @@ def test_both_gradients_of_a_convolution_come_one_after_the_other(
 ) -> None:
     """Also where that would not be applied: next to so small maps, a weight's gradient that comes early counts."""
     monkeypatch.setattr(
-        "encore.capture.backend.rewrite",
+        "encore.compiler.backend.rewrite",
         lambda graph, judge, **given: rewrite(graph, judge, **{**given, "limit": 2**60}),
     )
     kinds = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

@@ -15,7 +15,7 @@ import encore
 from against_eager import SEED, Tensors, cotangent, in_double, run_step
 from captured import captured_graph, drop_gradients, operators
 from encore.api import compiled_call
-from encore.capture import backend
+from encore.compiler import backend
 from encore.graph import Graph, build_graph, verify_graph
 from encore.lower import lower
 from encore.rewrite.fold_additions import fold_additions

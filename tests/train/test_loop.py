@@ -39,7 +39,7 @@ def test_the_numbers_of_a_run(outcome: Outcome) -> None:
 def test_a_run_whose_feature_maps_go_to_disk_has_the_losses_of_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below what recomputing can reach, in the eager lowering; and the same when it goes on with its plan."""
     fast = Link(store=1e-12, load=1e-12, call=1e-9, pace=1.0, depth=64)
-    monkeypatch.setattr("encore.capture.session.link_to", lambda tier: fast)
+    monkeypatch.setattr("encore.compiler.session.link_to", lambda tier: fast)
     sizes = {**SIZES, "hidden": 32, "batch_size": 64}
     asked = Settings("transformer", dict(sizes), budget="min", lowering="eager", tiers="disk")
     plain = Training(Settings("transformer", dict(sizes), eager=True))

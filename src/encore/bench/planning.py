@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from encore.capture import torch_private
-from encore.capture.backend import GraphCompilation, GraphCompiler
-from encore.capture.session import Session
+from encore.compiler.backend import GraphCompilation, GraphCompiler
+from encore.compiler.session import Session
 from encore.options import make_options
 from encore.workloads import Workload
 

@@ -1,9 +1,6 @@
 """A user's callable -> the joint forward + backward graph of its training step, through Dynamo and AOTAutograd.
 
-`backend` is what Dynamo calls, `repeats` traces long graphs by their distinct calls, `session` remembers what was
-compiled for one model, `torch_private` is the only file that touches PyTorch's private API.
+`repeats` traces long graphs by their distinct calls, `recurrent` and `packing` keep recurrent layers whole,
+`unused_outputs` cuts a joint graph down to the gradients it receives; `torch_private` is the only file that touches
+PyTorch's private API. Nothing here knows of plans.
 """
-
-from encore.capture.session import CapturedGraph, Session, sessions
-
-__all__ = ["CapturedGraph", "Session", "sessions"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,17 +25,27 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
-from encore.capture.session import Session
 from encore.capture.torch_private import Replacement
 from encore.rnn.packed_rows import BatchSizes, CapturedSequence, PackedRows, block_of
 from encore.rnn.sequence import can_walk
 
+
+class PackingSession(Protocol):
+    """What is known of the model that runs."""
+
+    packs: bool
+    """Has packing become part of one of its graphs?"""
+
+    def count_outside(self, size: int) -> None:
+        """Note bytes that were allocated between graphs."""
+
+
 _traced: ContextVar[dict[Any, Replacement] | None] = ContextVar("encore: functions that pack and pad", default=None)
-_session: ContextVar[Session | None] = ContextVar("encore: the session of the model that runs", default=None)
+_session: ContextVar[PackingSession | None] = ContextVar("encore: the session of the model that runs", default=None)
 
 
 @contextlib.contextmanager
-def traced_packing(*, whole: bool, session: Session) -> Iterator[None]:
+def traced_packing(*, whole: bool, session: PackingSession) -> Iterator[None]:
     """Packing that Dynamo meets inside becomes part of the graph; padding as well, if batches are padded no further
     than to their longest sequence."""
     pad = traced_pad_packed_sequence if whole else pad_to_a_given_length
@@ -193,7 +203,7 @@ class SequenceBetweenGraphs(PackedSequence, metaclass=_Between):
 
 
 def packed_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], session: Session
+    args: tuple[Any, ...], kwargs: dict[str, Any], session: PackingSession
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a model with their packed sequences in blocks; all others are the same objects."""
     found = [leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_packed) if _is_packed(leaf)]

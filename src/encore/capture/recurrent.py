@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,6 @@ from torch import Tensor
 from encore.capture import torch_private
 from encore.errors import OperandError
 from encore.kernels import BuildError
-from encore.options import Options
 from encore.rnn import native
 from encore.rnn.layer import TYPES
 from encore.rnn.packing import dropped_rows
@@ -46,11 +45,11 @@ _lifted: ContextVar[list[Any] | None] = ContextVar("encore: recurrent layers lif
 
 
 @contextlib.contextmanager
-def lifting(options: Options) -> Iterator[list[Any]]:
-    """Recurrent layers that are traced inside become Encore's operators, where the options have it so; the calls that
+def lifting(lowering: str, skip: Collection[str]) -> Iterator[list[Any]]:
+    """Recurrent layers that are traced inside become Encore's operators, in the fused lowering; the calls that
     did are in the list."""
     calls: list[Any] = []
-    token = _lifted.set(calls if options.lowering == "fused" and "recurrent" not in options.skip else None)
+    token = _lifted.set(calls if lowering == "fused" and "recurrent" not in skip else None)
     try:
         yield calls
     finally:

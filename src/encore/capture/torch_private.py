@@ -61,7 +61,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from encore.graph import OpClass, Primal, Role, classify
 from encore.graph.random_ops import traced_dropout, traced_dropout_
 from encore.graph.values import Value
-from encore.schedule import Schedule
 
 log = logging.getLogger("encore")
 aten = torch.ops.aten
@@ -371,7 +370,7 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return call
 
 
-def shell(joint: fx.GraphModule, num_outputs: int, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
+def shell(joint: fx.GraphModule, num_outputs: int, saved: Sequence[Value]) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The two modules AOTAutograd wants to see: inputs and outputs only, since the body is a schedule of ours."""
     nodes = {node.name: node for node in joint.graph.nodes}
     (output,) = joint.graph.find_nodes(op="output")
@@ -380,7 +379,6 @@ def shell(joint: fx.GraphModule, num_outputs: int, schedule: Schedule) -> tuple[
     sources = joint.graph.find_nodes(op="placeholder")
     primals = [node for node in sources if "tangents" not in node.name]
     tangents = [node for node in sources if "tangents" in node.name]
-    saved = [schedule.graph.values[value] for value in schedule.saved]
     crossing = [nodes[value.name] if value.name in nodes else _stand_in(joint, value) for value in saved]
     kept = [_saved_description(node, position) for position, node in enumerate(crossing)]
     forward = _hollow(primals, [*flat[:num_outputs], *crossing], [*descriptions[:num_outputs], *kept])

@@ -38,8 +38,8 @@ from encore.units import bytes_text
 from encore.whole_files import write_whole
 
 if TYPE_CHECKING:
-    from encore.capture.session import CapturedGraph, PlainGraph
-    from encore.capture.watch import CodeWatch
+    from encore.compiler.session import CapturedGraph, PlainGraph
+    from encore.compiler.watch import CodeWatch
 
 
 FIRST_STEP = {

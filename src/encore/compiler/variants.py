@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from encore.capture import torch_private
-from encore.capture.session import CapturedGraph, Session
 from encore.capture.unused_outputs import Tangents
+from encore.compiler.session import CapturedGraph, Session
 from encore.errors import ReplayError
 from encore.graph import Graph, OpClass, Role
 from encore.lower import Lowered

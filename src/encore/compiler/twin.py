@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
-from encore.capture.compiled import CompiledCall
-from encore.capture.copies import CompiledMark
-from encore.capture.session import Session
+from encore.compiler.compiled import CompiledCall
+from encore.compiler.copies import CompiledMark
+from encore.compiler.session import Session
 from encore.errors import OptionError
 
 

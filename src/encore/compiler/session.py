@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from encore.capture.bypass import BypassWatch
-from encore.capture.lossy_check import LossyCheck
-from encore.capture.watch import CodeWatch
 from encore.checking import checks_enabled
+from encore.compiler.bypass import BypassWatch
+from encore.compiler.lossy_check import LossyCheck
+from encore.compiler.watch import CodeWatch
 from encore.cost import LinkLessons, Seconds, Workspaces, assumed_link, known_link, link_to
 from encore.lower import Transport
 from encore.options import Options, tier_name

@@ -19,9 +19,6 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from encore.capture.lossy_check import has_lossy_codes
-from encore.capture.session import Session
-from encore.capture.variants import GraphRunner
 from encore.comparison import (
     Tensors,
     compare,
@@ -31,6 +28,9 @@ from encore.comparison import (
     same_bits,
     unlike,
 )
+from encore.compiler.lossy_check import has_lossy_codes
+from encore.compiler.session import Session
+from encore.compiler.variants import GraphRunner
 from encore.errors import CheckError, VerificationError
 from encore.graph import OpClass
 

@@ -13,9 +13,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
-from encore.capture.backend import GraphCompiler
 from encore.capture.packing import packed_arguments, traced_packing
-from encore.capture.session import Session
+from encore.compiler.backend import GraphCompiler
+from encore.compiler.session import Session
 from encore.rnn.packed_rows import as_tensors
 from encore.rnn.packing import ShorterSequencesError
 

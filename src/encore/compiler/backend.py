@@ -23,19 +23,19 @@ import torch
 from torch import fx
 
 from encore.capture import torch_private
-from encore.capture.bounded_codecs import BoundedCodecs
 from encore.capture.call_trace import NotRepeatableError
-from encore.capture.first_call import CheckedCall
-from encore.capture.lossy_check import LossyCheck, has_lossy_codes
-from encore.capture.notes import capture_notes, workspace_notes
 from encore.capture.recurrent import lifting
 from encore.capture.repeats import Repeats, trace_repeats
-from encore.capture.session import CapturedGraph, PlainGraph, Session
 from encore.capture.unused_outputs import NotOptionalError, Tangents, can_run_again
-from encore.capture.variants import GraphRunner, Used, Variant
-from encore.capture.watch import watches
 from encore.codecs import CODECS, Densities, Share
+from encore.compiler.bounded_codecs import BoundedCodecs
+from encore.compiler.first_call import CheckedCall
 from encore.compiler.fuse import FusedPlan, fuse_plan, kernels_of
+from encore.compiler.lossy_check import LossyCheck, has_lossy_codes
+from encore.compiler.notes import capture_notes, workspace_notes
+from encore.compiler.session import CapturedGraph, PlainGraph, Session
+from encore.compiler.variants import GraphRunner, Used, Variant
+from encore.compiler.watch import watches
 from encore.cost import LinkLessons, densities, may_be_narrow, may_be_sparse, time_kernels
 from encore.cost.gradient_error import GradientError
 from encore.errors import BudgetError, CheckError, EncoreError, IllegalGraphError, PlanError
@@ -183,7 +183,7 @@ class GraphCompilation:
 
     def compile(self) -> Callable[..., Any]:
         try:
-            with lifting(self.session.options) as self.lifted:
+            with lifting(self.session.options.lowering, self.session.options.skip) as self.lifted:
                 return self._traced()
         finally:  # PyTorch keeps the callbacks, and they this object; it must not keep the user's parameters
             self.inputs = ()
@@ -242,7 +242,8 @@ class GraphCompilation:
         first = self._plan(expected, graph, used)
         self.session.graphs.append(first.captured)
         self.runner = GraphRunner(self.session, tangents, first, functools.partial(self._plan_later, tangents))
-        return torch_private.shell(joint, num_outputs, first.captured.plan.schedule)
+        schedule = first.captured.plan.schedule
+        return torch_private.shell(joint, num_outputs, [schedule.graph.values[value] for value in schedule.saved])
 
     def _facts(self, joint: fx.GraphModule) -> Graph:
         return build_graph(joint, primals=self.roles, returned=self.returned)
