@@ -95,20 +95,6 @@ def test_readers_return_what_formulas_do(y: Tensor, kind: str, how: str) -> None
         assert same_numbers(found, expected)
 
 
-@settings(deadline=None, max_examples=60)
-@given(x=float_tensors(), p=st.sampled_from([0.1, 0.5, 0.9]), how=st.sampled_from(WAYS))
-def test_dropout(x: Tensor, p: float, how: str) -> None:
-    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
-    scale = torch.ones((), dtype=x.dtype).div_(1 - p).item()
-    with way(how):
-        code = ops.encode_bits(mask)
-        found = ops.dropout_by_bits(x, code, scale, None if x.stride() == mask.stride() else mask.stride())
-    noise = mask.to(x.dtype).mul_(scale)
-    expected = x * noise
-    assert found.stride() == expected.stride()
-    assert same_numbers(found, expected)
-
-
 def test_large_ones_use_all_threads() -> None:
     y = torch.randn(3, 700001)
     grad = torch.randn_like(y)
@@ -134,7 +120,6 @@ def test_opcheck(dtype: torch.dtype) -> None:
     torch.library.opcheck(ops.decode_bits.default, (code, x.shape, x.stride(), dtype))
     torch.library.opcheck(ops.masked_by_bits.default, (x, code))
     torch.library.opcheck(ops.masked_by_bits.default, (gradient, code, 0.1, x.stride()))
-    torch.library.opcheck(ops.dropout_by_bits.default, (gradient, code, 2.0, x.stride()))
 
 
 def test_nothing_but_the_result_is_allocated() -> None:
@@ -148,7 +133,6 @@ def test_nothing_but_the_result_is_allocated() -> None:
         (ops.decode_bits.default, (code, y.shape, y.stride(), torch.float32)),
         (ops.masked_by_bits.default, (y, code)),
         (ops.masked_by_bits.default, (y.t().contiguous().t(), code, 0.0, y.stride())),
-        (ops.dropout_by_bits.default, (y, code, 2.0)),
     ]:
         measured = measure_cpu(functools.partial(operator, *args))
         assert measured.step_peak - measured.left == told_workspace(operator, *args), operator

@@ -74,6 +74,18 @@ def test_errors_are_bounded(data: st.DataObject, name: str, how: str) -> None:
     assert (off[finite] <= codec.error(x)[finite]).all()
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_errors_of_subnormal_numbers_are_bounded(name: str, dtype: torch.dtype) -> None:
+    """They lie as far apart as the smallest of them, whatever their size."""
+    smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    x = torch.tensor([11.0, 4.0, -7.0, 1.0], dtype=torch.float64).mul(smallest).to(dtype)
+    _, back = round_trip(name, x)
+    error = CODECS[name].error
+    assert error is not None
+    assert ((back.double() - x.double()).abs() <= error(x)).all()
+
+
 @settings(deadline=None, max_examples=100)
 @given(
     layout=layouts(),

@@ -120,7 +120,6 @@ def _cases(elements: int) -> Iterator[tuple[str, str, Make]]:
     yield "encode_inside", "bits", _on(dense, lambda x, bits: ops.encode_inside(x, -1.0, 1.0))
     yield "masked_by_bits", "bits", _on(dense, ops.masked_by_bits)
     yield "masked_by_bits, slope", "bits", _on(dense, lambda x, bits: ops.masked_by_bits(x, bits, 0.01))
-    yield "dropout_by_bits", "bits", _on(dense, lambda x, bits: ops.dropout_by_bits(x, bits, 2.0))
     for size, stride in ((2, 2), (3, 2), (3, 1)):
         for label, last in (("", False), (", channels last", True)):
             yield from _pooling(f"{size}x{size} by {stride}{label}", elements, size, stride, last)

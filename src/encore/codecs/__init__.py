@@ -8,7 +8,7 @@ pooling layer's positions.
 What lives here: codes and what reads them. What may not: which value is encoded, when, or whether it pays.
 """
 
-from encore.codecs import planes, pool_map
+from encore.codecs import pool_map
 from encore.codecs.bits import BITS
 from encore.codecs.codec import Codec, Densities, Share
 from encore.codecs.floats import FLOAT_CODECS
@@ -19,4 +19,4 @@ from encore.codecs.sparse import SPARSE_CODECS
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (BITS, *INTEGER_CODECS, *SPARSE_CODECS, *FLOAT_CODECS)}
 """By name, as plans spell them."""
 
-__all__ = ["CODECS", "WORKSPACES", "Codec", "Densities", "Share", "planes", "pool_map"]
+__all__ = ["CODECS", "WORKSPACES", "Codec", "Densities", "Share", "pool_map"]

@@ -9,11 +9,10 @@ last byte is zero. ceil(n / 8) bytes, no header. Three encoders make it:
 - `encode_inside(x, low, high, nan_passes=False)`: `low < x < high`, what the backward of hardtanh and ReLU6 asks.
   (Of NaN, PyTorch's CPU kernel lets gradients through at the end of a row of vectors and nowhere else.)
 
-**Readers.** `masked_by_bits(grad, bits, negative_slope=0.0, stride=None)` is what `threshold_backward`,
-`leaky_relu_backward` and `hardtanh_backward` return, and `dropout_by_bits(x, bits, scale, stride=None)` is x times
-dropout's noise: `x * scale` where the bit is set, `x * 0` elsewhere. They read the bits where they are. `stride` is
-that of the tensor that was encoded, the operand's own if left out. Where the two differ, or the operand is not dense, a
-mask is decoded aside, and the result is laid out as that of `threshold_backward` (`leaky_relu_backward`).
+**Reader.** `masked_by_bits(grad, bits, negative_slope=0.0, stride=None)` is what `threshold_backward`,
+`leaky_relu_backward` and `hardtanh_backward` return. It reads the bits where they are. `stride` is that of the tensor
+that was encoded, the operand's own by default. Where the two differ, or the operand is not dense, a mask is decoded
+into a workspace, and the result is laid out as that of `threshold_backward` (`leaky_relu_backward`).
 """
 
 from __future__ import annotations
@@ -144,17 +143,6 @@ def masked_by_bits(
     return out
 
 
-def dropout_by_bits(x: Tensor, bits: Tensor, scale: float, stride: Sequence[int] | None = None) -> Tensor:
-    check_dtype("dropout_by_bits", x.dtype, FLOATS)
-    if not _in_place(x, stride) or not has_kernels("bits", x.device):
-        mask = decode_bits(bits, x.shape, x.stride() if stride is None else stride, x.dtype)
-        return (x * mask).mul_(scale)
-    out, flat = _like(x), elements_of(x)
-    check_code("dropout_by_bits", bits, -(-flat.numel() // 8))
-    call("bits", f"scaled_{SUFFIX[x.dtype]}", flat, bits, flat.numel(), float(scale), 0.0, out)
-    return out
-
-
 def _in_place(x: Tensor, stride: Sequence[int] | None) -> bool:
     """Can the bits be read beside the operand, element by element in the order of its memory?"""
     if stride is not None and len(stride) != x.dim():
@@ -176,12 +164,6 @@ def _fake_masked(
     if _in_place(grad, stride):
         return _like(grad)
     return aten.threshold_backward(grad, _fake_mask(grad, stride), 0)
-
-
-def _fake_dropped(x: Tensor, bits: Tensor, scale: float, stride: Sequence[int] | None = None) -> Tensor:
-    if _in_place(x, stride):
-        return _like(x)
-    return x * _fake_mask(x, stride)
 
 
 def _fake_mask(like: Tensor, stride: Sequence[int] | None) -> Tensor:
@@ -230,10 +212,6 @@ DECODE = define(
 MASKED = define(
     f"masked_by_bits(Tensor grad, Tensor bits, float negative_slope=0.0, {_STRIDE}) -> Tensor",
     masked_by_bits, _fake_masked, _masked_workspace,
-)  # fmt: skip
-DROPPED = define(
-    f"dropout_by_bits(Tensor x, Tensor bits, float scale, {_STRIDE}) -> Tensor",
-    dropout_by_bits, _fake_dropped, _masked_workspace,
 )  # fmt: skip
 
 

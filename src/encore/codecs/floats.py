@@ -136,7 +136,8 @@ def bound_by_group(small: Small, flat: Tensor) -> Tensor:
     finite = padded.isfinite()
     largest = padded.where(finite, 0).amax(1)
     scale = largest / (small.most - (~finite).any(1).double())
-    bound = scale * (0.5 + 2.0**-12) + largest * HALF_STEP[flat.dtype] * 1.01 + small.most * TINY
+    rounding = largest.clamp_min(torch.finfo(flat.dtype).tiny) * HALF_STEP[flat.dtype] * 1.01
+    bound = scale * (0.5 + 2.0**-12) + rounding + small.most * TINY
     return bound.repeat_interleave(GROUP)[: flat.numel()]
 
 

@@ -3,10 +3,6 @@
 Autograd hands a formula whole tensors. Many formulas look at less: ReLU's asks on which side of zero an element lies,
 a pooling layer's asks for the size of its input and for positions. What nobody needs whole need not be kept whole.
 Operators that are not in the table are taken to need every bit of every operand.
-
-Normalisations need their input and its statistics; from these their output is had again. Their output instead of their
-input would do where scale and weight can be divided out again: as many bytes, and a quotient that rounds, so that it is
-never exact; a weight of zero forbids it. Here they need what they read.
 """
 
 from __future__ import annotations
@@ -33,13 +29,7 @@ class Need(enum.IntEnum):
     """On which side of one or two constants (or of another tensor) each element lies: a bit an element."""
     POSITION = 2
     """Integers below a bound that the graph knows: positions in a window, rows of a table, classes."""
-    STATISTICS = 3
-    """A number or two for a whole row or channel."""
-    OUTPUT = 4
-    """The numbers that the forward operator made; what it was given is not looked at."""
-    INPUT = 5
-    """The numbers that the forward operator was given: what it made does not tell them."""
-    VALUES = 6
+    VALUES = 3
     """The numbers themselves, as in every product."""
 
 
@@ -93,20 +83,6 @@ NEEDS: Mapping[Any, Mapping[int, Need]] = {
     aten.scatter_add.default: {2: Need.POSITION},
     aten.index_select.default: {2: Need.POSITION},
     aten.index_add.default: {2: Need.POSITION},
-    # what came out, what went in
-    aten.tanh_backward.default: {1: Need.OUTPUT},
-    aten.sigmoid_backward.default: {1: Need.OUTPUT},
-    aten._softmax_backward_data.default: {1: Need.OUTPUT},
-    aten._log_softmax_backward_data.default: {1: Need.OUTPUT},
-    aten.gelu_backward.default: {1: Need.INPUT},
-    aten.silu_backward.default: {1: Need.INPUT},
-    aten.mish_backward.default: {1: Need.INPUT},
-    aten.hardswish_backward.default: {1: Need.INPUT},
-    aten.softplus_backward.default: {1: Need.INPUT},
-    # both
-    aten.native_batch_norm_backward.default: {1: Need.INPUT, 5: Need.STATISTICS, 6: Need.STATISTICS},
-    aten.native_layer_norm_backward.default: {1: Need.INPUT, 3: Need.STATISTICS, 4: Need.STATISTICS},
-    aten.native_group_norm_backward.default: {1: Need.INPUT, 2: Need.STATISTICS, 3: Need.STATISTICS},
 }
 """Operator -> position among its arguments -> what it needs of the tensor there."""
 

@@ -117,9 +117,9 @@ DRAWS_BY_SHAPE = frozenset({
 come out differently if an operand did in its last bit, so they are not repeated."""
 
 CODEC_PACKETS = frozenset({
-    "encode_bits", "encode_sign", "encode_inside", "decode_bits", "masked_by_bits", "dropout_by_bits",
+    "encode_bits", "encode_sign", "encode_inside", "decode_bits", "masked_by_bits",
     "max_pool_map", "max_pool_map_backward", "encode_sparse", "decode_sparse", "encode_integers", "decode_integers",
-    "encode_floats", "decode_floats", "encode_planes", "decode_planes",
+    "encode_floats", "decode_floats",
 })  # fmt: skip
 """Encore's own: encodings, and operators that read codes. As cheap as a copy, and never part of a kernel."""
 
