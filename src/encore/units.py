@@ -11,3 +11,8 @@ def bytes_text(size: int | float) -> str:
             return f"{sign}{amount:.0f} {unit}" if unit == "B" else f"{sign}{amount:.2f} {unit}"
         amount /= 1024
     return f"{sign}{amount:.2f} TiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """0.0123 -> '12.3 ms'."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,130 @@
+"""The machine a number was measured on: enough to judge it by, nothing that names the owner."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from encore.units import bytes_text
+
+CPU_FACTS = Path("/proc/cpuinfo")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+COMPILERS = ("c++", "g++", "clang++")
+REPOSITORY = Path(__file__).resolve().parents[2]
+CODE = ("src", "benchmarks", "examples")
+"""The folders of the repository that a number depends on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Versions, hardware and day. No host name, no path."""
+
+    encore: str
+    commit: str
+    """Of the repository that the package is run from, with a plus sign if its files were changed since; empty for an
+    installed package."""
+    date: str
+    """The day, in UTC."""
+    torch: str
+    python: str
+    system: str
+    processor: str
+    cpu_capability: str
+    """The widest vector units PyTorch uses here."""
+    cores: int
+    threads: int
+    """How many of them PyTorch computes with."""
+    memory: int
+    """Bytes this process may use: the machine's, or its container's if that is less."""
+    compiler: str | None
+    """The C++ compiler's name and version, or None."""
+    cuda: tuple[str, ...]
+    """Names of the CUDA devices."""
+
+
+def this_machine() -> Machine:
+    """Look around."""
+    from encore import __version__
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Machine(
+        encore=__version__,
+        commit=_commit(),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        processor=_processor(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        memory=_memory(),
+        compiler=_compiler(),
+        cuda=tuple(torch.cuda.get_device_name(index) for index in range(count)),
+    )
+
+
+def _commit() -> str:
+    """What `git` says of the package's own repository; an installed package may lie in somebody else's."""
+    if not (REPOSITORY / ".git").exists():
+        return ""
+    head, changes = _git("rev-parse", "--short=10", "HEAD"), _git("status", "--porcelain", "--", *CODE)
+    return "" if head is None else f"{head.strip()}{'+' if changes else ''}"
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(REPOSITORY), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _processor() -> str:
+    lines = CPU_FACTS.read_text().splitlines() if CPU_FACTS.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or "unknown")
+
+
+def _memory() -> int:
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
+    return min(installed, int(limit)) if limit.isdigit() else installed
+
+
+def _compiler() -> str | None:
+    """What `torch.utils.cpp_extension` would find: CXX if it is set, else the usual names."""
+    chosen = os.environ.get("CXX")
+    found = next((path for name in ((chosen,) if chosen else COMPILERS) if (path := shutil.which(name))), None)
+    if found is None:
+        return None
+    try:
+        told = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.splitlines()[0].strip() if told.strip() else Path(found).name
+
+
+def machine_rows(machine: Machine) -> list[tuple[str, str]]:
+    """Name and value of every fact, as text."""
+    return [
+        ("encore", machine.encore),
+        ("commit", machine.commit or "unknown: an installed package"),
+        ("date", machine.date),
+        ("torch", machine.torch),
+        ("python", machine.python),
+        ("system", machine.system),
+        ("processor", machine.processor),
+        ("cpu capability", machine.cpu_capability),
+        ("cores", f"{machine.cores}, {machine.threads} threads in PyTorch"),
+        ("memory", bytes_text(machine.memory)),
+        ("C++ compiler", machine.compiler or "none found"),
+        ("CUDA devices", ", ".join(machine.cuda) or "none"),
+    ]
