@@ -1,8 +1,9 @@
 """Eager PyTorch and Encore side by side: in one process, in turns, as ratios.
 
-`machine` says where, `compare` holds the measurement of one workload, `suite` runs them all, `table` shows them,
-`schema` says how they are written as JSON, `results` writes them. What may not live here: models (`workloads/`) and
-anything that decides or runs plans.
+`python -m benchmarks SUITE` runs a suite, from the repository's root; the package `encore` imports nothing of it.
+`compare` holds the measurement of one workload, `suite` runs them all, `table` shows them, `schema` says how they are
+written as JSON, `results` writes them, `command` reads the arguments. Models and data live in `workloads/` alone, and
+what decides or runs plans in the package.
 """
 
 from benchmarks.compare import Comparison, Trainee, compare, in_turns
