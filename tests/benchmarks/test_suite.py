@@ -16,7 +16,6 @@ from benchmarks.suite import SUITE, Suite, run_suite
 from benchmarks.table import page, render
 from encore.machine import Machine, this_machine
 from encore.progress import progress
-from encore.units import seconds_text
 from json_schema import violations
 
 MACHINE = Machine(
@@ -73,11 +72,6 @@ def test_json() -> None:
     found = json.loads(SUITE_FOUND.to_json())
     assert violations(found, results.schema("spine")) == []
     assert [row["workload"] for row in found["comparisons"]] == ["nmt", "speech"]
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.0123, "12.3 ms"), (1.0, "1.00 s"), (75.04, "75.04 s")])
-def test_seconds(seconds: float, text: str) -> None:
-    assert seconds_text(seconds) == text
 
 
 def test_the_command_writes_both_files(
