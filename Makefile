@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: install
-	$(BIN)/encore demo
+	$(BIN)/python -m examples.demo
 
 test: install lint
 	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist worksteal
@@ -24,7 +24,7 @@ test-all: install lint
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 bench: install
-	for suite in spine fast echo gist rnn rnn-workloads plan accuracy bptt; do $(BIN)/encore bench $$suite || exit 1; done
+	for suite in spine fast echo gist rnn rnn-workloads plan accuracy bptt; do $(BIN)/python -m benchmarks $$suite || exit 1; done
 
 lint: install
 	$(BIN)/ruff check .

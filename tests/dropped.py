@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 
+from benchmarks.workloads import tiny
 from captured import captured_graph
 from encore.graph import Graph, OpClass
-from encore.workloads import tiny
 
 
 @functools.cache

@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 import pytest
 
+from benchmarks.workloads import WORKLOADS
 from encore.options import LOWERINGS
-from encore.workloads import WORKLOADS
 
 FIVE = ("lm", "nmt", "resnet", "speech", "transformer")
 

@@ -1,4 +1,4 @@
-"""The part of JSON Schema that `encore.bench.schema` uses, and no more: an unknown keyword is an error here."""
+"""The part of JSON Schema that `benchmarks.schema` uses, and no more: an unknown keyword is an error here."""
 
 from __future__ import annotations
 

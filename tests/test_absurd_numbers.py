@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import encore
-from encore.cli import main
+from encore import cli
 from encore.options import make_options
 from encore.tiers import Disk, Host
-from encore.train import command
 from encore.units import parse_bytes
+from examples import demo
+from examples.train import command
 
 HUGE, DIGITS = 10**400, "9" * 5000
 
@@ -88,16 +89,16 @@ def test_a_disk_that_is_too_small_is_named(tmp_path: Path, capacity: Any) -> Non
             disk.store([torch.zeros(1 << 20)])
 
 
-# -- the command line ------------------------------------------------------------------------------------------------
+# -- the commands ----------------------------------------------------------------------------------------------------
 
-TRAIN = ["train", "lm", "--size", "tiny"]
+TRAIN = ["lm", "--size", "tiny"]
 TUNE = ["tune", "--hidden", "2", "--batch", "1", "--steps", "2"]
 WORDS = ("abc", "", "1.5", "1e3", "nan", "inf", DIGITS)
 COUNTS = ("0", "-1", *WORDS)
 LARGE = ("1000000000000", "9" * 30)
 
 
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def refused(main: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What is printed: a line, after the usage where the arguments could not be read."""
     try:
         code = main(arguments)
@@ -107,31 +108,35 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert code == 1, (arguments, printed.err)
     assert "Traceback" not in printed.err
     said = printed.err.splitlines()
-    assert said[-1].startswith("encore")
-    assert len(said) == 1 or said[0].startswith("usage:")
+    if said[0].startswith("usage: "):
+        program = " ".join(said[0].removeprefix("usage: ").partition(" [")[0].split())
+        assert said[-1].startswith(f"{program}: ")
+    else:
+        assert len(said) == 1
+        assert said[0].startswith("encore: ")
     return said[-1]
 
 
 @pytest.mark.parametrize("count", [*COUNTS, *LARGE])
 def test_batch_sizes(count: str, capsys: pytest.CaptureFixture[str]) -> None:
-    refused([*TRAIN, "--batch-size", count], capsys)
-    refused([*TRAIN, "--size", f"batch_size={count}"], capsys)
-    refused([*TRAIN, "--size", f"hidden={count}"], capsys)
-    refused([*TUNE, "--batch", count], capsys)
+    refused(command.main, [*TRAIN, "--batch-size", count], capsys)
+    refused(command.main, [*TRAIN, "--size", f"batch_size={count}"], capsys)
+    refused(command.main, [*TRAIN, "--size", f"hidden={count}"], capsys)
+    refused(cli.main, [*TUNE, "--batch", count], capsys)
 
 
 @pytest.mark.parametrize("option", ["--steps", "--hidden", "--inputs"])
 @pytest.mark.parametrize("count", [*COUNTS, *LARGE])
 def test_sizes_to_tune(option: str, count: str, capsys: pytest.CaptureFixture[str]) -> None:
-    refused([*TUNE, option, count], capsys)
+    refused(cli.main, [*TUNE, option, count], capsys)
 
 
 @pytest.mark.parametrize("option", ["--steps", "--every"])
 @pytest.mark.parametrize("count", COUNTS)
 def test_counts(option: str, count: str, capsys: pytest.CaptureFixture[str]) -> None:
-    refused([*TRAIN, option, count], capsys)
+    refused(command.main, [*TRAIN, option, count], capsys)
     if option == "--steps":
-        refused(["demo", option, count], capsys)
+        refused(demo.main, [option, count], capsys)
 
 
 @pytest.mark.parametrize(
@@ -145,17 +150,17 @@ def test_counts(option: str, count: str, capsys: pytest.CaptureFixture[str]) -> 
 )
 def test_other_numbers(option: str, values: Iterable[str], capsys: pytest.CaptureFixture[str]) -> None:
     for value in values:
-        refused([*TRAIN, option, value], capsys)
+        refused(command.main, [*TRAIN, option, value], capsys)
 
 
 def test_a_batch_that_is_larger_than_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "takes" in (said := refused([*TRAIN, "--batch-size", "2000000000"], capsys))
+    assert "takes" in (said := refused(command.main, [*TRAIN, "--batch-size", "2000000000"], capsys))
     assert "for its inputs alone" in said
     assert "of memory are free; give a smaller --batch-size" in said
 
 
 def test_a_layer_that_is_larger_than_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "of memory are free; give smaller numbers" in refused([*TUNE, "--hidden", "2000000000"], capsys)
+    assert "of memory are free; give smaller numbers" in refused(cli.main, [*TUNE, "--hidden", "2000000000"], capsys)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +177,7 @@ def test_memory_that_runs_out(
         raise error
 
     monkeypatch.setattr(command, "train", fail)
-    assert "there is not enough memory" in refused(TRAIN, capsys)
+    assert "there is not enough memory" in refused(command.main, TRAIN, capsys)
 
 
 def test_other_errors_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +186,7 @@ def test_other_errors_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(command, "train", fail)
     with pytest.raises(RuntimeError, match="a bug"):
-        main(TRAIN)
+        command.main(TRAIN)
 
 
 def test_budgets_of_targets(
@@ -193,5 +198,5 @@ def test_budgets_of_targets(
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("estimate", "plan"):
         for budget in ("0", "-1", "nan%", "9" * 30):
-            refused([name, "absurd_target:make", f"--budget={budget}"], capsys)
+            refused(cli.main, [name, "absurd_target:make", f"--budget={budget}"], capsys)
     sys.modules.pop("absurd_target")

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import encore
+from benchmarks.workloads import tiny
 from encore.api import compiled_call
 from encore.graph import OpClass
-from encore.workloads import tiny
 from every_workload import FIVE, every_workload
 from rounding import assert_gradients_as_accurate
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from encore import demo
-from encore.bench import machine
+from encore import machine
 from encore.cli import main
 
 HELP = """\
@@ -22,27 +21,13 @@ options:
 
 commands:
   COMMAND
-    demo      train a translator in eager and, in half of the memory, through Encore
     env       show what Encore finds on this machine
     estimate  predict what a training step takes; nothing runs
     plan      show the plan that a budget gets, and all others; nothing runs
-    train     train a workload within a budget; a run that was killed goes on
     tune      measure the layouts of recurrent layers, and keep the fastest of each size
-    bench     compare Encore with eager PyTorch and with torch.compile
 """
 
 HELP_OF = {
-    "demo": """\
-usage: encore demo [-h] [--steps N] [--output FOLDER] [--json]
-
-Train a translator in eager and, in half of the memory, through Encore.
-
-options:
-  -h, --help       show this help message and exit
-  --steps N        training steps of either side (default: 200)
-  --output FOLDER  where the page goes (default: encore-demo)
-  --json           print the numbers as JSON
-""",
     "env": """\
 usage: encore env [-h] [--json]
 
@@ -82,36 +67,6 @@ options:
   --html FILE  write the plan's page to FILE, for a browser
   --json       print the plan as JSON
 """,
-    "train": """\
-usage: encore train [-h] [--budget B] [--overhead F] [--eager] [--lowering L] [--tiers T] [--steps N] [--batch-size N]
-                    [--size NAME=N] [--source FILE] [--target FILE] [--learning-rate R] [--seed N] [--checkpoint DIR]
-                    [--every N] [--largest-batch] [--json]
-                    WORKLOAD
-
-Train a workload within a budget; a run that was killed goes on.
-
-positional arguments:
-  WORKLOAD           its name; a wrong one lists those there are
-
-options:
-  -h, --help         show this help message and exit
-  --budget B         bytes, 2GiB, 500MB, 60% or min; exit code 2 if out of reach
-  --overhead F       extra time allowed, as a fraction (default: 0.05)
-  --eager            plain PyTorch, to compare with
-  --lowering L       fused or eager: whose gradients are plain PyTorch's, bit for bit
-  --tiers T          where feature maps may go between forward and backward, such as disk or host,disk
-  --steps N          steps to train in all (default: 100)
-  --batch-size N     examples a step (default: the workload's)
-  --size NAME=N      a size, such as hidden=512, or tiny
-  --source FILE      your own text, a sentence a line (nmt)
-  --target FILE      its translation, line by line (nmt)
-  --learning-rate R  Adam's (default: the workload's)
-  --seed N           of weights and dropout (default: 0)
-  --checkpoint DIR   keep checkpoints there, and go on from the newest
-  --every N          steps between checkpoints (default: 50)
-  --largest-batch    find the largest batch that fits, with and without Encore
-  --json             print the numbers as JSON
-""",
     "tune": """\
 usage: encore tune [-h] [--cell CELL [CELL ...]] [--hidden N [N ...]] [--inputs N] [--batch N [N ...]]
                    [--steps N [N ...]] [--stash S [S ...]] [--dtype T] [--device D] [--again] [--json]
@@ -131,23 +86,6 @@ options:
   --device D            cpu or cuda (default: cpu)
   --again               measure what is known already once more
   --json                print the figures as JSON
-""",
-    "bench": """\
-usage: encore bench [-h] [--quick] [--minutes MINUTES] [--json FILE] [--plots FOLDER] [--docs] [--schema] [suite]
-
-Compare Encore with eager PyTorch and with torch.compile.
-
-positional arguments:
-  suite              spine, fast, plan, echo, gist, rnn, rnn-workloads, accuracy or bptt (default: echo)
-
-options:
-  -h, --help         show this help message and exit
-  --quick            tiny sizes: does everything work?
-  --minutes MINUTES  leave systems out to be done in about so many minutes
-  --json FILE        write the numbers to FILE as JSON
-  --plots FOLDER     draw the suite into FOLDER, as PNG and as a page
-  --docs             write the suite's page in docs
-  --schema           print the JSON Schema of the suite's JSON; nothing runs
 """,
 }
 
@@ -209,11 +147,7 @@ def test_help_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> 
     assert help_text(capsys, command, "--help") == HELP_OF[command]
 
 
-def test_the_default_named_in_the_help_is_the_default() -> None:
-    assert f"(default: {demo.STEPS})" in HELP_OF["demo"]
-
-
-@pytest.mark.parametrize("argv", [["hum"], [], ["estimate"], ["demo", "--steps", "many"]])
+@pytest.mark.parametrize("argv", [["hum"], [], ["estimate"], ["tune", "--batch", "many"]])
 def test_what_is_not_understood_leaves_with_1(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(argv)
@@ -309,11 +243,6 @@ def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.Captu
     assert "Traceback" not in told.out
 
 
-def test_demo_needs_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--steps", "1"]) == 1
-    assert "at least 2" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("option", ["--save", "--html"])
 def test_plan_tells_of_a_missing_folder_before_it_plans(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "targets_of_test_cli:broken", option, "nowhere/x"]) == 1
@@ -331,23 +260,3 @@ def test_what_the_system_refuses_is_one_line(
     monkeypatch.setattr(machine, "this_machine", refuse)
     assert main(["env"]) == 1
     assert capsys.readouterr().err == "encore: [Errno 13] Permission denied: 'somewhere'\n"
-
-
-def test_bench_tells_of_a_missing_folder_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--quick", "--docs"]) == 1
-    assert "--docs writes into 'docs', but there is no such folder here" in capsys.readouterr().err
-
-
-def test_bench_lists_the_suites_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "ecko"]) == 1
-    assert "no suite is called 'ecko'; known suites: spine, fast, plan, echo, gist, rnn" in capsys.readouterr().err
-    assert main(["bench", "fast", "--plots", "."]) == 1
-    assert "has no picture" in capsys.readouterr().err
-
-
-def test_bench_takes_minutes_for_suites_that_can_leave_systems_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "rnn", "--minutes", "5"]) == 1
-    assert "'rnn' leaves nothing out; --minutes is for echo, gist, rnn-workloads" in capsys.readouterr().err
-    for minutes in ("0", "-1", "nan", "inf"):
-        assert main(["bench", "gist", "--minutes", minutes]) == 1
-        assert "is no time to run a suite in" in capsys.readouterr().err

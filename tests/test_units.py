@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from encore.units import bytes_text
+from encore.units import bytes_text, seconds_text
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,8 @@ from encore.units import bytes_text
 )
 def test_bytes(size: float, text: str) -> None:
     assert bytes_text(size) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.0123, "12.3 ms"), (1.0, "1.00 s"), (75.04, "75.04 s")])
+def test_seconds(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text

@@ -11,13 +11,13 @@ from typing import Any, NoReturn
 import pytest
 
 import encore
-from encore.bench import plots, results
-from encore.cli import main
-from encore.machine import MachineCache
+from benchmarks import plots, results
+from benchmarks.command import main
+from encore.measurements import MachineCache
 from encore.plan.saved import SavedPlan
-from encore.train.checkpoint import Checkpoints
-from encore.train.history import History
 from encore.whole_files import check_file, check_folder, make_folder, replacing, write_whole
+from examples.train.checkpoint import Checkpoints
+from examples.train.history import History
 from tower import tower_plan
 
 
@@ -134,7 +134,7 @@ def test_a_benchmark_that_cannot_be_written_is_one_line(
 ) -> None:
     monkeypatch.setattr(results, "run", lambda suite, **_: shown())
     monkeypatch.setattr(os, "fsync", full)
-    assert main(["bench", "echo", "--json", "found.json"]) == 1
+    assert main(["echo", "--json", "found.json"]) == 1
     assert capsys.readouterr().err == (
         "encore: found.json cannot be written: No space left on device; make room, or name another place\n"
     )

@@ -21,13 +21,13 @@ from torch.utils import _pytree as pytree
 import encore
 import encore.lower.codegen
 from against_eager import in_double, run_step
+from benchmarks.workloads import tiny
 from encore.api import compiled_call
 from encore.cost.allocator import AllocatorEvents
 from encore.lower import Lowered
 from encore.lower.kernels import CompiledKernel
 from encore.plan import Plan
 from encore.schedule import Schedule
-from encore.workloads import tiny
 
 BEGIN, END = 1_000_003, 1_000_033
 

@@ -44,16 +44,8 @@ class CheckError(EncoreError, AssertionError):
     the value, or the first number that differs from eager's."""
 
 
-class CheckpointError(EncoreError):
-    """A checkpoint that cannot be written or read, or that another run has made."""
-
-
 class WriteError(EncoreError, OSError):
     """A file that the system did not let be written: no room, no right, a broken disk."""
-
-
-class StoppedError(EncoreError):
-    """A training run that was asked to stop before its last step."""
 
 
 class TierError(EncoreError, OSError):

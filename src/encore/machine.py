@@ -1,132 +1,130 @@
-"""Measurements kept on disk, per machine and torch version, so that each is made once.
-
-One record in `cache_directory()`, with the name of the machine in it. It is replaced as a whole, so a reader never sees
-half a file; two processes that write at once lose at most each other's newest entries, which are measured again. A file
-that is damaged or not trusted, or that another machine has written, is ignored with one warning. Entries that cannot be
-measurements (NaN, infinite, negative) are neither written nor read.
-"""
+"""The machine a number was measured on: enough to judge it by, nothing that names the owner."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
+import datetime
 import os
 import platform
-import threading
-import warnings
-from collections.abc import Mapping
+import shutil
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from encore.cached_files import CachedFileError, read_record, write_record
-from encore.folders import cache_directory
+from encore.units import bytes_text
 
-MACHINE, MEASUREMENTS = "machine", "measurements"
-LAYOUT = 2
-"""Of the file. The first had no hash."""
-MOST = 2**63
-"""No number of bytes, seconds or bytes a second reaches this."""
-
-
-class MachineCache:
-    """A dictionary of numbers that survives the process."""
-
-    def __init__(self, path: Path, machine: str | None = None) -> None:
-        self.path = path
-        self.machine = machine or machine_key()
-        self._entries: dict[str, float] | None = None
-        self._unsaved = False
-        self._complained = False
-        self._lock = threading.Lock()
-
-    def get(self, key: str) -> float | None:
-        with self._lock:
-            return self._loaded().get(key)
-
-    def put(self, key: str, number: float) -> None:
-        with self._lock:
-            self._loaded()[key] = number
-            self._unsaved = True
-
-    def matching(self, prefixes: tuple[str, ...]) -> dict[str, float]:
-        """The entries whose keys begin in one of these ways."""
-        with self._lock:
-            return {key: number for key, number in self._loaded().items() if key.startswith(prefixes)}
-
-    def save(self) -> None:
-        """Write new entries, keeping those another process has added meanwhile."""
-        with self._lock:
-            if not self._unsaved:
-                return
-            merged = {**self._read(), **self._loaded()}
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                write_record(self.path, {MACHINE: self.machine, MEASUREMENTS: _sound(merged)})
-            except OSError as error:
-                warnings.warn(f"encore: measurements could not be kept in {self.path}: {error}", stacklevel=2)
-            self._unsaved = False
-
-    def _loaded(self) -> dict[str, float]:
-        if self._entries is None:
-            self._entries = self._read()
-        return self._entries
-
-    def _read(self) -> dict[str, float]:
-        if not os.path.lexists(self.path):
-            return {}
-        try:
-            found = read_record(self.path)
-        except CachedFileError as error:
-            return self._ignored(f"cannot be used ({error})")
-        entries = found.get(MEASUREMENTS)
-        if not isinstance(entries, dict):
-            return self._ignored("does not hold measurements")
-        if found.get(MACHINE) != self.machine:
-            return self._ignored("holds measurements of another machine")
-        return _sound(entries)
-
-    def _ignored(self, why: str) -> dict[str, float]:
-        if not self._complained:
-            warnings.warn(f"encore: {self.path} {why}; measuring again", stacklevel=2)
-        self._complained = True
-        return {}
+CPU_FACTS = Path("/proc/cpuinfo")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+COMPILERS = ("c++", "g++", "clang++")
+REPOSITORY = Path(__file__).resolve().parents[2]
+CODE = ("src", "benchmarks", "examples")
+"""The folders of the repository that a number depends on."""
 
 
-def _sound(entries: Mapping[str, Any]) -> dict[str, float]:
-    """Those that can be measurements."""
-    return {key: number for key, number in entries.items() if _is_measurement(number)}
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Versions, hardware and day. No host name, no path."""
+
+    encore: str
+    commit: str
+    """Of the repository that the package is run from, with a plus sign if its files were changed since; empty for an
+    installed package."""
+    date: str
+    """The day, in UTC."""
+    torch: str
+    python: str
+    system: str
+    processor: str
+    cpu_capability: str
+    """The widest vector units PyTorch uses here."""
+    cores: int
+    threads: int
+    """How many of them PyTorch computes with."""
+    memory: int
+    """Bytes this process may use: the machine's, or its container's if that is less."""
+    compiler: str | None
+    """The C++ compiler's name and version, or None."""
+    cuda: tuple[str, ...]
+    """Names of the CUDA devices."""
 
 
-def _is_measurement(number: Any) -> bool:
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        return False
-    return 0 <= number < MOST  # False for NaN
+def this_machine() -> Machine:
+    """Look around."""
+    from encore import __version__
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Machine(
+        encore=__version__,
+        commit=_commit(),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        processor=_processor(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        memory=_memory(),
+        compiler=_compiler(),
+        cuda=tuple(torch.cuda.get_device_name(index) for index in range(count)),
+    )
 
 
-@functools.cache
-def _open_cache(path: Path) -> MachineCache:
-    return MachineCache(path)
+def _commit() -> str:
+    """What `git` says of the package's own repository; an installed package may lie in somebody else's."""
+    if not (REPOSITORY / ".git").exists():
+        return ""
+    head, changes = _git("rev-parse", "--short=10", "HEAD"), _git("status", "--porcelain", "--", *CODE)
+    return "" if head is None else f"{head.strip()}{'+' if changes else ''}"
 
 
-def machine_cache() -> MachineCache:
-    """The cache of this machine and torch version."""
-    return _open_cache(cache_directory() / f"measurements-{LAYOUT}-{machine_key()}.json")
-
-
-@functools.cache
-def machine_key() -> str:
-    """A name for what measurements depend on: processor, its vector units, devices, torch."""
-    facts: list[Any] = [platform.machine(), _processor(), torch.backends.cpu.get_cpu_capability(), torch.__version__]
-    if torch.cuda.is_available():
-        facts += [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+def _git(*arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(REPOSITORY), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _processor() -> str:
+    lines = CPU_FACTS.read_text().splitlines() if CPU_FACTS.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or "unknown")
+
+
+def _memory() -> int:
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
+    return min(installed, int(limit)) if limit.isdigit() else installed
+
+
+def _compiler() -> str | None:
+    """What `torch.utils.cpp_extension` would find: CXX if it is set, else the usual names."""
+    chosen = os.environ.get("CXX")
+    found = next((path for name in ((chosen,) if chosen else COMPILERS) if (path := shutil.which(name))), None)
+    if found is None:
+        return None
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+        told = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.splitlines()[0].strip() if told.strip() else Path(found).name
+
+
+def machine_rows(machine: Machine) -> list[tuple[str, str]]:
+    """Name and value of every fact, as text."""
+    return [
+        ("encore", machine.encore),
+        ("commit", machine.commit or "unknown: an installed package"),
+        ("date", machine.date),
+        ("torch", machine.torch),
+        ("python", machine.python),
+        ("system", machine.system),
+        ("processor", machine.processor),
+        ("cpu capability", machine.cpu_capability),
+        ("cores", f"{machine.cores}, {machine.threads} threads in PyTorch"),
+        ("memory", bytes_text(machine.memory)),
+        ("C++ compiler", machine.compiler or "none found"),
+        ("CUDA devices", ", ".join(machine.cuda) or "none"),
+    ]

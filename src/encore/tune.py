@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from encore.bench.table import seconds_text, terminal_table
 from encore.errors import OptionError
 from encore.progress import progress
 from encore.rnn import tuning
+from encore.terminal import terminal_table
 from encore.tiers.limits import available_memory
-from encore.units import MOST_COUNT, bytes_text
+from encore.units import MOST_COUNT, bytes_text, seconds_text
 
 CELLS = {"LSTM": "lstm", "GRU": "gru", "RNN": "elman"}
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}

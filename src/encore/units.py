@@ -28,6 +28,11 @@ def bytes_text(size: int | float) -> str:
     return f"{sign}{amount:.2f} TiB"
 
 
+def seconds_text(seconds: float) -> str:
+    """0.0123 -> '12.3 ms'."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
 def number_and_unit(text: str) -> tuple[float, str]:
     """`"1.5 GiB"` as (1.5, "GIB"); the unit is "?" where there is no number."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*|%)", text.strip())

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import encore
-from encore.workloads import Workload, build
+from benchmarks.workloads import Workload, build
 
 STEPS = 50
 APART = 2e-5

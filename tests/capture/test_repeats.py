@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 import encore
 from against_eager import assert_matches_eager, assert_same, run_step, session_of
+from benchmarks.workloads import build
 from captured import captured
 from encore.capture import repeats
 from encore.capture.call_trace import NotRepeatableError
 from encore.compiler import CapturedGraph, backend
 from encore.graph import Graph
-from encore.workloads import build
 from loops import (
     LAYERS,
     NOT_REPEATABLE,

@@ -11,7 +11,7 @@ import torch
 
 import encore
 from encore.cached_files import read_record, write_record
-from encore.machine import MachineCache, machine_key
+from encore.measurements import MachineCache, machine_key
 
 
 def test_peak_and_left_are_exact() -> None:

@@ -26,7 +26,7 @@ from encore.cost.seconds import may_run
 from encore.cost.timing import seconds_of
 from encore.graph import Graph, Op, OpClass
 from encore.lower import kernel_store
-from encore.machine import MachineCache
+from encore.measurements import MachineCache
 from encore.plan import step_seconds
 from encore.schedule import Fused, Schedule, schedule_step
 from encore.schedule.kernel import Operand

@@ -19,7 +19,7 @@ from encore.cost.measure import measure_cpu
 from encore.cost.probe import footprint, made_up, probe_workspace
 from encore.folders import cache_directory
 from encore.graph import Graph, OpClass
-from encore.machine import machine_cache
+from encore.measurements import machine_cache
 
 aten = torch.ops.aten
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import encore
+from benchmarks.contest import SUITES
+from benchmarks.workloads import tiny
 from captured import drop_gradients, train_step
-from encore.bench.contest import SUITES
-from encore.workloads import tiny
 
 QUICK = ("alexnet",)
 REWRITTEN = ("alexnet", "overfeat", "inception")

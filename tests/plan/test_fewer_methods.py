@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.workloads.inception import Inception
 from captured import captured
 from encore.codecs import CODECS, Share
 from encore.options import Budget, Options
 from encore.plan import Methods, Offer, choose, keep_everything, menu
 from encore.plan.plan import Plan
 from encore.plan.planner import Planner
-from encore.workloads.inception import Inception
 from masked import Gated
 from small_steps import ByBytes, kept_step, no_workspace
 

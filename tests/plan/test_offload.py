@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import encore
+from benchmarks.workloads import tiny
 from captured import captured, drop_gradients, train_step
 from encore.api import compiled_call, estimate_with
 from encore.codecs import CODECS
@@ -30,7 +31,6 @@ from encore.plan.decisions import Offload
 from encore.plan.planner import Planner, menu
 from encore.schedule import Choice, Encoded, Link, Load, Offloaded, Store, Wait, replay
 from encore.tiers import Disk, slot_file
-from encore.workloads import tiny
 from lowerings import fused_is_slow
 from masked import Gated, Pictures
 from small_steps import ByBytes, no_workspace

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import encore
 from captured import captured, captured_graph, drop_gradients, operators, train_step
 from encore.graph import OpClass, verify_graph
-from encore.machine import MachineCache
+from encore.measurements import MachineCache
 from encore.rewrite import Judge
 from encore.rewrite.attentions import find_attentions
 from encore.rnn import dot

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import encore
 from encore.cli import main
-from encore.machine import machine_cache
+from encore.measurements import machine_cache
 from encore.rnn import native, tuning
 from encore.rnn.products import NarrowProduct, has_prepacked
 from encore.rnn.tuning import Layout, Size

@@ -17,7 +17,7 @@ import torch
 from encore.cost.allocator import profiler_is_running
 from encore.cost.rates import is_duration
 from encore.cost.timing import seconds_of
-from encore.machine import machine_cache
+from encore.measurements import machine_cache
 from encore.schedule import Link
 from encore.tiers import Parcel, Tier
 

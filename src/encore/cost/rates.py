@@ -16,7 +16,7 @@ from encore.cost.allocator import profiler_is_running
 from encore.cost.signature import is_here
 from encore.cost.timing import seconds_of
 from encore.lower.calls import callable_for
-from encore.machine import machine_cache
+from encore.measurements import machine_cache
 
 CPU_FLOPS_A_THREAD = 50e9
 CPU_BYTES_A_SECOND = 10e9

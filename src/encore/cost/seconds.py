@@ -29,7 +29,7 @@ from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_codec
 from encore.graph.random_ops import DrawState
 from encore.graph.tier_ops import is_transfer
-from encore.machine import machine_cache
+from encore.measurements import machine_cache
 from encore.schedule import Fused, Run, Schedule
 
 log = logging.getLogger("encore")

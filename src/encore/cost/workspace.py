@@ -31,7 +31,7 @@ from encore.graph.ops import is_pointwise
 from encore.graph.random_ops import DrawAgain
 from encore.graph.values import Ref
 from encore.kernels.draws import FEW, STATE_BYTES
-from encore.machine import machine_cache
+from encore.measurements import machine_cache
 from encore.rnn import WORKSPACES as RECURRENT
 from encore.schedule import Fused
 

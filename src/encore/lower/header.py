@@ -27,7 +27,7 @@ from encore.cached_files import (
 from encore.folders import cache_folder, private_directory
 from encore.lower import inductor_private
 from encore.lower.inductor_private import LoweringError
-from encore.machine import machine_key
+from encore.measurements import machine_key
 
 NAME, COMPILED, RECORD = "kernels.h", "kernels.h.gch", "kernels.h.json"
 _checked: set[Path] = set()

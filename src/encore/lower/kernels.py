@@ -44,7 +44,7 @@ from encore.lower import inductor_private
 from encore.lower.header import kernel_header
 from encore.lower.inductor_private import CppFunction, LoweringError
 from encore.lower.module_text import bytes_aside, returned_strides
-from encore.machine import machine_key
+from encore.measurements import machine_key
 from encore.progress import progress
 from encore.schedule.kernel import Kernel
 

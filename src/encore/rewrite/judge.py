@@ -17,7 +17,7 @@ import torch
 from encore.cost.allocator import profiler_is_running
 from encore.cost.room import has_room
 from encore.graph import Graph
-from encore.machine import machine_cache
+from encore.measurements import machine_cache
 from encore.rewrite.attentions import Attention
 from encore.rewrite.matmuls import Product, device_of
 from encore.rewrite.scorings import Scoring

@@ -10,7 +10,7 @@ such numbers. And the module `encore.nn.LSTM` can leave a call that keeps everyt
 small one, an operator in Python takes longer than its work.
 
 Which is best differs by size and machine, so it is measured: `encore tune` runs the layouts of given sizes in turns and
-keeps their seconds in the machine's cache of measurements (`machine.py`). Nothing is measured while a model trains.
+keeps their seconds in the machine's cache (`measurements.py`). Nothing is measured while a model trains.
 Where the cache has nothing for a size, `rule` decides, so that one machine and one cache always give one answer, and
 a workspace that is told beforehand is the one that is taken. A process reads the cache once.
 
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from encore.machine import machine_cache
+from encore.measurements import machine_cache
 from encore.rnn import native
 from encore.rnn.products import has_prepacked, worth_prepacking
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import encore
+from benchmarks.workloads import build
+from benchmarks.workloads.cell import LSTMCell
 from captured import captured_graph, named, operators
 from drawing import Drawing
 from dropped import backward_asks_for, kept_bytes, names, workload_graph
 from encore.graph import Graph, OpClass, verify_graph
 from encore.plan.strategies import Forward, echo, mirror
 from encore.plan.strategies.echo import echo_close, echo_partition, echo_prune, echo_recomputable
-from encore.workloads import build
-from encore.workloads.cell import LSTMCell
 
 aten = torch.ops.aten
 H = 8

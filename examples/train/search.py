@@ -1,0 +1,109 @@
+"""The largest batch within a limit, by asking `encore.estimate` alone: batches are shapes, and no step runs.
+
+Doubling finds a size that is too large, bisection the last one that is not. Memory is nearly affine in the batch size,
+so both go to where the line through two known sizes meets the limit if that is further, or closer: about five estimates
+do where doubling and bisection alone would take fifteen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.workloads import Batch
+from encore.api import estimate_with
+from encore.errors import OptionError
+from encore.options import make_options, optimizer_bytes
+from encore.report.report import Estimate
+from examples.train.settings import Settings
+
+MOST = 1 << 20
+"""The search ends here even if more would fit."""
+LOOKED_AT = (2, 3, 5)
+"""Batch sizes whose real batches tell how shapes grow."""
+
+
+def largest_within(limit: float, total: Callable[[int], float], most: int = MOST) -> int:
+    """The largest size up to `most` whose `total` is within the limit, or 0; `total` grows with the size."""
+
+    def on_the_line(one: int, other: int) -> int:
+        """Where the line through two sizes meets the limit."""
+        slope = (total(other) - total(one)) / (other - one)
+        return int(one + (limit - total(one)) / slope) if slope > 0 else one
+
+    fits, size = 0, 1
+    while size <= most and total(size) <= limit:
+        further = on_the_line(fits, size) + 1 if fits else 0
+        fits, size = size, min(max(2 * size, further), max(most, size + 1))
+    too_large, halve = size, False
+    while too_large - fits > 1:
+        gap = too_large - fits
+        size = (fits + too_large) // 2 if halve else on_the_line(fits, too_large)
+        size = min(max(size, fits + 1), too_large - 1)
+        if total(size) <= limit:
+            fits = size
+        else:
+            too_large = size
+        halve = not halve and 2 * (too_large - fits) > gap
+    return fits
+
+
+class Estimates:
+    """Estimates of one workload by batch size, each made once; the optimizer's state is counted in."""
+
+    def __init__(self, settings: Settings, tell: Callable[[str], None] = lambda note: None) -> None:
+        workload = settings.build(batch_size=1)
+        self.model = workload.model
+        self.beside = optimizer_bytes(torch.optim.Adam(self.model.parameters()))
+        self.options = make_options({"tiers": settings.compile_options["tiers"]})
+        self.tell = tell
+        self._batch = batch_shapes(settings)
+        self._made: dict[int, Estimate] = {}
+        self._floors: dict[int, int] = {}
+
+    def at(self, batch_size: int) -> Estimate:
+        if batch_size not in self._made:
+            self.tell(f"estimate of a batch of {batch_size}")
+            estimate = estimate_with(self.options, self.model, self._batch(batch_size), {})
+            self._made[batch_size] = estimate.beside(resident=self.beside)
+        return self._made[batch_size]
+
+    def floor(self, batch_size: int) -> int:
+        """The least that a step takes through Encore, resident bytes included."""
+        if batch_size not in self._floors:
+            self._floors[batch_size] = self.at(batch_size).floor
+        return self._floors[batch_size]
+
+    def resident(self, batch_size: int) -> int:
+        return self.at(batch_size).resident
+
+    def unplanned(self, batch_size: int) -> int:
+        """The peak of a step that keeps everything, above what is resident."""
+        return self.at(batch_size).unplanned.step_peak
+
+
+def batch_shapes(settings: Settings) -> Callable[[int], Batch]:
+    """Batches of any size, without memory: every dimension grows with the batch size as it does in small ones."""
+    batches = [settings.build(batch_size=size).batch(0) for size in LOOKED_AT]
+    small, next_to_it, larger = LOOKED_AT
+
+    def shape(position: int, batch_size: int) -> tuple[int, ...]:
+        first, second = (batch[position].shape for batch in batches[:2])
+        steps = (batch_size - small) // (next_to_it - small)
+        return tuple(one + steps * (other - one) for one, other in zip(first, second, strict=True))
+
+    for position, tensor in enumerate(batches[2]):
+        if shape(position, larger) != tuple(tensor.shape):
+            raise OptionError(
+                f"the shapes of {settings.workload}'s batches do not follow from the batch size "
+                f"({list(tensor.shape)} at {larger}); try sizes with --batch-size instead"
+            )
+
+    def batch(batch_size: int) -> Batch:
+        return tuple(
+            torch.empty(shape(position, batch_size), dtype=tensor.dtype, device="meta")
+            for position, tensor in enumerate(batches[0])
+        )
+
+    return batch
