@@ -234,6 +234,15 @@ def test_lists_that_are_none(tmp_path: Path, field: str, value: Any) -> None:
     assert f"graphs[0].{field}" in said or ("graphs[0]" in said and repr(field) in said)
 
 
+@pytest.mark.parametrize("value", [0, 1, None, "true", [], {}])
+def test_a_lean_form_that_is_neither_true_nor_false(tmp_path: Path, value: Any) -> None:
+    told = json.loads(saved())
+    told["graphs"][0]["lean"] = value
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(told))
+    assert "'lean'" in rejected(path)
+
+
 @pytest.mark.parametrize("lowering", ["", "Fused", "nonsense", 3, None, ["eager"]])
 def test_a_lowering_that_does_not_exist(tmp_path: Path, lowering: Any) -> None:
     path = tmp_path / "plan.json"
@@ -252,9 +261,10 @@ def test_unknown_fields_are_named(tmp_path: Path) -> None:
 # -- any change ------------------------------------------------------------------------------------------------------
 
 STRANGE = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just([]), st.just({}),
-    st.lists(st.text(max_size=3), max_size=2), st.just(2**70), st.just([[[[]]]]),
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.builds(list), st.builds(dict),
+    st.lists(st.text(max_size=3), max_size=2), st.just(2**70), st.builds(lambda: [[[[]]]]),
 )  # fmt: skip
+"""Lists and objects are made anew for every draw: later changes write into them."""
 
 
 def places(told: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

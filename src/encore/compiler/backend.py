@@ -58,8 +58,8 @@ from encore.plan import (
     will_do,
     worth_having,
 )
-from encore.plan.saved import fingerprint
-from encore.rewrite import Judge, find_heads, rewrite, split_head
+from encore.plan.saved import describe, fingerprint
+from encore.rewrite import Judge, LeanJudge, find_heads, rewrite, split_head
 from encore.schedule import Choice, Schedule, replay
 from encore.schedule.recompute import made_by, recomputable
 from encore.units import bytes_text
@@ -163,7 +163,8 @@ class GraphCompilation:
         self.runner: GraphRunner | None = None
         self.repeats: Repeats | None = None
         self.lifted: list[Any] = []
-        self.rewrites: tuple[str, ...] = ()
+        self.rewrites: dict[bool, tuple[str, ...]] = {}
+        """Passes that changed the graph, for both of its forms: False, and True for the lean one."""
         self.primals: Sequence[Any] = []
         """The tensors that the step was called with, while it is planned."""
         self.number = 0
@@ -329,7 +330,7 @@ class GraphCompilation:
             break_line=line,
             seconds=self.seconds,
             sources=(lowered.forward_source, lowered.backward_source),
-            rewrites=self.rewrites,
+            rewrites=self.rewrites[plan.lean],
             kernels_compiled=fused.compiled,
             watches=tuple(watching.values()),
             offers=() if self.session.workspaces.run else tuple(offers),
@@ -380,13 +381,19 @@ class GraphCompilation:
         options, workspaces = self.options, self.session.workspaces
         exact = options.lowering == "eager"
         earlier = self.earlier
+        self.rewrites = {False: ("recurrent",) if self.lifted else ()}
         if (
             exact
             and options.plan is None
             and will_do(Offer.of(unplanned), options, unplanned=unplanned, earlier=earlier)
         ):
             return unplanned
-        outlive = unplanned.timeline.outputs_outlive
+        return self._rewritten_by(Judge(run=workspaces.run, exact=exact), unplanned)
+
+    def _rewritten_by(self, judge: Judge, unplanned: Plan) -> Plan:
+        """Everything kept, after the passes that a judge lets through."""
+        workspaces, outlive = self.session.workspaces, unplanned.timeline.outputs_outlive
+        lean = isinstance(judge, LeanJudge)
 
         @functools.cache
         def keep(graph: Graph) -> Plan:
@@ -394,15 +401,23 @@ class GraphCompilation:
 
         rewritten = rewrite(
             unplanned.schedule.graph,
-            Judge(run=workspaces.run, exact=exact),
+            judge,
             peak=lambda graph: keep(graph).timeline.step_peak,
             limit=unplanned.timeline.step_peak,
-            skip=options.skip,
+            skip=self.options.skip,
         )
-        self.rewrites = (*(["recurrent"] if self.lifted else []), *rewritten.applied)
-        if not rewritten.applied:
-            return unplanned
-        return keep(rewritten.graph)
+        self.rewrites[lean] = (*self.rewrites[False][: bool(self.lifted)], *rewritten.applied)
+        return dataclasses.replace(keep(rewritten.graph) if rewritten.applied else unplanned, lean=lean)
+
+    def _lean(self, unplanned: Plan, planner: Planner) -> Planner | None:
+        """The planner of the graph rewritten for memory alone, unless that is the same graph. Which rewrites pay by
+        their time differs from process to process; the lowest reachable peak must not."""
+        if self.options.lowering == "eager":
+            return None
+        kept = self._rewritten_by(LeanJudge(), unplanned)
+        if describe(kept.schedule.graph) == describe(planner.graph):
+            return None
+        return self._planner(kept, reference=planner)
 
     def _planner(self, kept: Plan, reference: Planner | None = None) -> Planner:
         session = self.session
@@ -435,7 +450,7 @@ class GraphCompilation:
         verify_graph(graph)
         outlive = planner.kept.timeline.outputs_outlive
         kept = keep_everything(graph, self.session.workspaces, outputs_outlive=outlive)
-        return self._planner(dataclasses.replace(kept, slices=slices), reference=planner)
+        return self._planner(dataclasses.replace(kept, slices=slices, lean=planner.kept.lean), reference=planner)
 
     def _offers(self, unplanned: Plan, planner: Planner, by_hand: Collection[str]) -> list[Offer]:
         """The plans to pick from: the one that was given; what checkpoints in the model ask for, where nothing else
@@ -444,7 +459,7 @@ class GraphCompilation:
         as_it_is = planner.as_it_is()
         if options.plan is not None:
             given = options.plan.of_graph(self.number)
-            return [self._given(unplanned.schedule.graph, planner, given)]
+            return [self._given(unplanned, planner, given)]
         if by_hand and options.budget is None and options.overhead is None:
             obeyed = planner.given(Choice(made_by(planner.graph, by_hand) & recomputable(planner.graph)))
             return [min(obeyed, as_it_is, key=lambda offer: offer.plan.timeline.step_peak)]
@@ -455,10 +470,11 @@ class GraphCompilation:
         planner.densities = self._densities(planner)
         if self.session.workspaces.run and options.lossy.bound is not None and "encode" in options.methods:
             self._admit_lossy(unplanned, planner, options.lossy.bound)
-        return self._menu(planner)
+        return self._menu(unplanned, planner)
 
-    def _menu(self, planner: Planner) -> list[Offer]:
-        forms = [self._in_slices(planner, slices) for slices in SLICES]
+    def _menu(self, unplanned: Plan, planner: Planner) -> list[Offer]:
+        rewritten = (planner, self._lean(unplanned, planner))
+        forms = [self._in_slices(one, slices) for one in rewritten if one is not None for slices in SLICES]
         return menu([form for form in forms if form is not None])
 
     def _admit_lossy(self, unplanned: Plan, planner: Planner, bound: float) -> None:
@@ -512,7 +528,7 @@ class GraphCompilation:
         takes what is left."""
         return bound * 0.5 ** (len(self.before) + bool(self.ended[0]))
 
-    def _within_bound(self, planner: Planner, offer: Offer, offers: list[Offer]) -> bool:
+    def _within_bound(self, unplanned: Plan, planner: Planner, offer: Offer, offers: list[Offer]) -> bool:
         """Does the plan keep the bound on the gradient error? Otherwise the offers are made anew, with fewer and better
         codecs."""
         bounded, plan = self.bounded, offer.separate
@@ -525,7 +541,7 @@ class GraphCompilation:
         log.info("%s: a plan with a gradient error of %s is dropped", self.name, found)
         planner.admitted = bounded.tightened(math.inf if found is None else found.relative)
         with _collector_paused():
-            offers[:] = self._menu(planner)
+            offers[:] = self._menu(unplanned, planner)
         return False
 
     def _replay(self, plan: Plan) -> None:
@@ -567,10 +583,11 @@ class GraphCompilation:
         with torch_private.real_tensors():
             return densities(graph, self.primals, maps)
 
-    def _given(self, captured: Graph, planner: Planner, plan: GraphPlan, *, made_here: bool = False) -> Offer:
+    def _given(self, unplanned: Plan, planner: Planner, plan: GraphPlan, *, made_here: bool = False) -> Offer:
         """A plan that was made before, or by another rank (`made_here`)."""
         planner.links = self.session.links
-        form = self._in_slices(planner, plan.slices)
+        lean = self._lean(unplanned, planner) if plan.lean else None
+        form, captured = self._in_slices(lean or planner, plan.slices), unplanned.schedule.graph
         if form is None:
             raise PlanError(f"the plan takes heads in {plan.slices} slices, and this graph has none; plan anew")
         lossy, tiers = self.options.lossy.codecs, planner.links
@@ -586,9 +603,9 @@ class GraphCompilation:
                 mine = offers[0]
                 if options.plan is None:
                     mine = choose(offers, options, unplanned=unplanned, earlier=earlier)
-            if options.plan is None and not self._within_bound(planner, mine, offers):
+            if options.plan is None and not self._within_bound(unplanned, planner, mine, offers):
                 continue
-            offer = self._as_other_ranks(unplanned.schedule.graph, planner, mine)
+            offer = self._as_other_ranks(unplanned, planner, mine)
             self._lap("plan")
             if planner.fuse is None:
                 return FusedPlan(offer.plan, {}, 0)
@@ -604,15 +621,15 @@ class GraphCompilation:
                 return dataclasses.replace(fused, plan=plan)
             offer.plan = plan
 
-    def _as_other_ranks(self, captured: Graph, planner: Planner, offer: Offer) -> Offer:
+    def _as_other_ranks(self, unplanned: Plan, planner: Planner, offer: Offer) -> Offer:
         """Ranks time their operators each by itself and would plan differently: the first to plan a graph decides."""
         if not torch_private.has_ranks():
             return offer
-        mine = GraphPlan.of(captured, offer.separate)
+        mine = GraphPlan.of(unplanned.schedule.graph, offer.separate)
         question = f"encore plan {mine.fingerprint} {dataclasses.replace(self.session.options, plan=None)}"
         told = torch_private.told_first(question, mine.to_json())
         agreed = GraphPlan.from_json(told)
-        return offer if agreed == mine else self._given(captured, planner, agreed, made_here=True)
+        return offer if agreed == mine else self._given(unplanned, planner, agreed, made_here=True)
 
     def _as_kernels(self, plan: Plan) -> Plan:
         """The plan as it would run, its kernels not compiled yet."""

@@ -25,6 +25,8 @@ class Plan:
     """Predicted time of the step; 0 where nobody asked for the cost of anything."""
     slices: int = 1
     """Parts that large heads are taken in, so that only a slice of their scores is there at once."""
+    lean: bool = False
+    """Is the graph rewritten for memory alone, without the rewrites that pay by their time?"""
     stall: float = 0.0
     """Seconds, of those predicted, that the step stands still for transfers from and to tiers."""
     moved: int = 0

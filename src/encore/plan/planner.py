@@ -82,8 +82,8 @@ class Planner:
         """What is known of the data."""
         self.admitted = admitted
         """The lossy codecs that it may use, and for which activations; None: all of its methods, for any."""
-        self.reference = reference or self
-        """The planner of the graph as it is, where this one's has been rewritten to hold less."""
+        self.reference: Planner = self if reference is None else reference.reference
+        """The planner of the first form of the graph, which overheads are relative to."""
 
     def is_large(self, value: int) -> bool:
         """Does its size matter to the peak?"""
@@ -177,6 +177,7 @@ class Planner:
             timeline=simulate(schedule, self.workspace, outputs_outlive=self.kept.timeline.outputs_outlive),
             choice=choice,
             slices=self.kept.slices,
+            lean=self.kept.lean,
         )
         return plan if self.fuse is not None else self.timed(plan)
 

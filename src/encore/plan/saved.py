@@ -82,6 +82,8 @@ class GraphPlan:
     offload: tuple[SavedOffload, ...] = ()
     gradients_of: tuple[str, ...] | None = None
     """The tangents that backward is planned for, by name; None for all."""
+    lean: bool = False
+    """Is the graph rewritten for memory alone?"""
 
     @classmethod
     def of(cls, captured: Graph, plan: Plan) -> GraphPlan:
@@ -96,6 +98,7 @@ class GraphPlan:
             stash=tuple(SavedStash(graph.values[one.output].name, one.every) for one in sorted(choice.stash)),
             offload=tuple(SavedOffload(graph.values[one.value].name, one.tier) for one in sorted(choice.offload)),
             gradients_of=tuple(captured.values[value].name for value in captured.tangents),
+            lean=plan.lean,
         )
 
     @property
@@ -131,6 +134,7 @@ class GraphPlan:
                 SavedOffload(one.name("value"), one.name("tier")) for one in read.each("offload", SavedOffload)
             ),
             gradients_of=gradients_of,
+            lean=read.flag("lean") if "lean" in told else False,
         )
 
     def choice(
@@ -325,6 +329,12 @@ class Fields:
         value = self._get(field)
         if not isinstance(value, str):
             raise self._wrong(field, value, "a name")
+        return value
+
+    def flag(self, field: str) -> bool:
+        value = self._get(field)
+        if not isinstance(value, bool):
+            raise self._wrong(field, value, "true or false")
         return value
 
     def count(self, field: str, *, least: int, most: int = MOST) -> int:

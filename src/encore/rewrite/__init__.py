@@ -8,8 +8,8 @@ not applied.
 """
 
 from encore.rewrite.heads import find_heads
-from encore.rewrite.judge import ConvolutionShape, Judge
+from encore.rewrite.judge import ConvolutionShape, Judge, LeanJudge
 from encore.rewrite.passes import PASSES, Rewritten, rewrite
 from encore.rewrite.split_head import split_head
 
-__all__ = ["PASSES", "ConvolutionShape", "Judge", "Rewritten", "find_heads", "rewrite", "split_head"]
+__all__ = ["PASSES", "ConvolutionShape", "Judge", "LeanJudge", "Rewritten", "find_heads", "rewrite", "split_head"]

@@ -215,6 +215,44 @@ class Judge:
         return ratio
 
 
+class LeanJudge(Judge):
+    """Judges by memory alone: rewrites that keep less pay, rewrites that compute faster do not.
+
+    No time decides, so the lowest peak of a graph that is rewritten this way is the same whatever was measured.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(run=False)
+
+    def transposed_pays(self, graph: Graph, readers: Sequence[Product]) -> bool:
+        """It holds a second copy of a weight."""
+        return False
+
+    def stacking_pays(self, graph: Graph, part: Sequence[Product]) -> bool:
+        """It holds several left sides, and their results, at once."""
+        return False
+
+    def stacking_gradients_pays(self, graph: Graph, part: Sequence[Product]) -> bool:
+        """It holds the operands of several products until the last one."""
+        return False
+
+    def merging_pays(self, graph: Graph, siblings: Sequence[Product], times: int) -> bool:
+        """It holds second copies of weights."""
+        return False
+
+    def channels_last_pays(self, convolutions: Sequence[ConvolutionShape]) -> bool:
+        """It changes the layout of activations, not their number."""
+        return False
+
+    def scoring_pays(self, found: Scoring, dtype: torch.dtype) -> bool:
+        """Backward needs the inputs alone."""
+        return found.shape[1] > 1
+
+    def blocks_pay(self, found: Attention, dtype: torch.dtype) -> bool:
+        """Only the scores of some heads are there at once."""
+        return True
+
+
 def _like(graph: Graph, number: int) -> Callable[[], torch.Tensor]:
     """Gives a tensor with the layout of a value; made when first asked for."""
     value, device = graph.values[number], device_of(graph, number)
