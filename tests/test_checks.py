@@ -216,7 +216,7 @@ def _views_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Editor, "file_under", lambda *_: None)
     monkeypatch.setattr(Editor, "_move_views", lambda *_: None)
     monkeypatch.setattr("encore.rewrite.passes.verify_graph", lambda graph: None)
-    monkeypatch.setattr("encore.compiler.backend.verify_graph", lambda graph: None)
+    monkeypatch.setattr("encore.compiler.pipeline.verify_graph", lambda graph: None)
 
 
 @pytest.mark.usefixtures("_views_left_behind")

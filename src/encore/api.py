@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 from torch import nn
 
 from encore.capture.torch_private import TraceFailed
-from encore.compiler import Session, sessions
+from encore.compiler import Mode, Session, sessions
 from encore.compiler.bypass import BypassWatch
 from encore.compiler.compiled import CompiledCall
 from encore.compiler.copies import CompiledMark
@@ -144,7 +144,7 @@ def estimate_with(
 ) -> Estimate:
     """What a training step of the model would take that is compiled with these options."""
     plain = model.plain if isinstance(model, CompiledCall) else model
-    session = Session(_name(plain), options, run=False)
+    session = Session(_name(plain), options, mode=Mode.ESTIMATE)
     twin, fake_args, fake_kwargs, mode = fake_twin(plain, args, kwargs)
     try:
         run_forward_without_memory(twin, session, fake_args, fake_kwargs, mode)

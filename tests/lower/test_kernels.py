@@ -232,7 +232,7 @@ def train_beside_eager(seed: int = 0) -> tuple[Any, list[warnings.WarningMessage
 
 
 def test_without_a_compiler_operators_run_one_by_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encore.compiler.backend.kernel_store", lambda: KernelStore(folder))
+    monkeypatch.setattr("encore.compiler.forms.kernel_store", lambda: KernelStore(folder))
     monkeypatch.setattr(inductor_private, "missing_compiler", lambda: "no C++ compiler works here (sold)")
     planned, caught = train_beside_eager()
     assert fused_actions(planned) == []
@@ -247,7 +247,7 @@ def test_a_kernel_that_inductor_refuses_leaves_the_others(folder: Path, monkeypa
             raise LoweringError("no tangents today")
         return right(kernel)
 
-    monkeypatch.setattr("encore.compiler.backend.kernel_store", lambda: KernelStore(folder))
+    monkeypatch.setattr("encore.compiler.forms.kernel_store", lambda: KernelStore(folder))
     monkeypatch.setattr(inductor_private, "module_source", module_source)
     planned, caught = train_beside_eager()
     assert fused_actions(planned)
@@ -262,7 +262,7 @@ def test_a_kernel_that_the_compiler_refuses_leaves_the_others(folder: Path, monk
         spoilt = any("tanh" in function.source for function in functions)
         return right(module, functions) + ("\n#error no tangents today\n" if spoilt else "")
 
-    monkeypatch.setattr("encore.compiler.backend.kernel_store", lambda: KernelStore(folder))
+    monkeypatch.setattr("encore.compiler.forms.kernel_store", lambda: KernelStore(folder))
     monkeypatch.setattr(inductor_private, "extension_source", extension_source)
     planned, caught = train_beside_eager()
     assert fused_actions(planned)

@@ -37,7 +37,7 @@ def everything_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 def whatever_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small steps have no room for a pass that trades memory for speed: let it."""
     monkeypatch.setattr(
-        "encore.compiler.backend.rewrite",
+        "encore.compiler.forms.rewrite",
         lambda graph, judge, **settings: rewrite(graph, judge, **{**settings, "limit": 2**60}),
     )
 

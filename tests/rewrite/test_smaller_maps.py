@@ -430,7 +430,7 @@ def test_both_gradients_of_a_convolution_come_one_after_the_other(
 ) -> None:
     """Also where that would not be applied: next to so small maps, a weight's gradient that comes early counts."""
     monkeypatch.setattr(
-        "encore.compiler.backend.rewrite",
+        "encore.compiler.forms.rewrite",
         lambda graph, judge, **given: rewrite(graph, judge, **{**given, "limit": 2**60}),
     )
     kinds = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

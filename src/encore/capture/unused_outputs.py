@@ -38,6 +38,10 @@ STATISTICS: dict[Any, tuple[int | None, frozenset[int], frozenset[int]]] = {
 positions of the old statistics, and those of the new ones among the results."""
 
 
+Used = frozenset[int]
+"""Tangents, by number."""
+
+
 class NotOptionalError(Exception):
     """The graph cannot do without some of its tangents."""
 

@@ -75,7 +75,7 @@ class CompiledCall:
 
     def _may_start_again(self) -> bool:
         """Can a batch come that is padded further than the captured graph takes it to be?"""
-        return self._pads_whole and (self.session.packs or not self._has_run) and self.session.workspaces.run
+        return self._pads_whole and (self.session.packs or not self._has_run) and self.session.runs
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A compiled function in a class body is a method, like any other."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import itertools
 import threading
@@ -26,6 +27,15 @@ from encore.plan import Offer, Plan
 from encore.schedule import Link
 from encore.tiers import FOR_STEPS, Tier
 from encore.tiers.disk import default_folder
+
+
+class Mode(enum.Enum):
+    """What graphs are compiled for."""
+
+    RUN = "run"
+    """Steps run; operators are measured."""
+    ESTIMATE = "estimate"
+    """Nothing runs and nothing is measured: tensors have shapes and no memory."""
 
 
 @dataclass(slots=True)
@@ -102,20 +112,21 @@ _clock = _StepClock()
 class Session:
     """The compiled graphs of one model. Each forward notes itself, so that the report knows what makes up a step."""
 
-    def __init__(self, name: str, options: Options, *, run: bool = True, one_graph: bool = False) -> None:
+    def __init__(self, name: str, options: Options, *, mode: Mode = Mode.RUN, one_graph: bool = False) -> None:
         self.name = name
+        self.mode = mode
         self.one_graph = one_graph
         """`torch.compile` tells nothing of the model a graph belongs to: each has a session of its own."""
         self.options = options
-        self.checks = run and checks_enabled()
+        self.checks = self.runs and checks_enabled()
         """Is every graph checked? See `encore.checking`."""
         self.checking = False
         """Does a check run the graphs now, and not the user?"""
         self.packs = False
         """Has a packed sequence been captured?"""
         self._outside = 0
-        self.workspaces = Workspaces(run=run)
-        self.seconds = Seconds(run=run)
+        self.workspaces = Workspaces(run=self.runs)
+        self.seconds = Seconds(run=self.runs)
         self.graphs: list[CapturedGraph] = []
         self.plain: list[PlainGraph] = []
         self.tensors: list[weakref.ref[torch.Tensor]] = []
@@ -146,6 +157,11 @@ class Session:
         self._lock = threading.Lock()
         sessions.add(self)
 
+    @property
+    def runs(self) -> bool:
+        """Do steps run?"""
+        return self.mode is Mode.RUN
+
     @functools.cached_property
     def transports(self) -> dict[str, Transport]:
         """The tiers that feature maps may go to, opened, by name; they go with whoever uses them last."""
@@ -155,7 +171,7 @@ class Session:
     @functools.cached_property
     def links(self) -> dict[str, Link]:
         """How fast the way to each of them is."""
-        if self.workspaces.run:
+        if self.runs:
             return {name: link_to(transport.tier) for name, transport in self.transports.items()}
         places = {
             tier_name(tier): str(default_folder()) if tier == "disk" else getattr(tier, "place", "")

@@ -21,14 +21,11 @@ from typing import Any
 import torch
 
 from encore.capture import torch_private
-from encore.capture.unused_outputs import Tangents
+from encore.capture.unused_outputs import Tangents, Used
 from encore.compiler.session import CapturedGraph, Session
 from encore.errors import ReplayError
 from encore.graph import Graph, OpClass, Role
 from encore.lower import Lowered
-
-Used = frozenset[int]
-"""Tangents, by number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,7 @@ class GraphRunner:
     def _expected(self, args: Sequence[Any]) -> Variant:
         """The variant for the gradients seen so far."""
         seen = self.session.gradients_seen.get(self.key)
-        if seen is not None and seen != self.current.used and self.tangents.optional and self.session.workspaces.run:
+        if seen is not None and seen != self.current.used and self.tangents.optional and self.session.runs:
             planned = self.session.options.plan is not None
             if not (planned and seen < self.current.used):  # a plan that was given is kept for as long as it serves
                 self.current = self._variant(seen, args, in_backward=False)
@@ -109,7 +106,7 @@ class GraphRunner:
 
     def _inputs(self, variant: Variant, args: Sequence[Any]) -> _Inputs | None:
         """What a second forward would need, if a second one may be needed."""
-        if variant.used == self.tangents.everything or not self.session.workspaces.run:
+        if variant.used == self.tangents.everything or not self.session.runs:
             return None
         confirmed = self.key in self.session.gradients_seen
         return _Inputs(variant.graph, args, weakly=confirmed and self.place > 0)

@@ -42,6 +42,11 @@ class Offer:
         built: Plan | None = self.__dict__.get("plan")
         return self.step_peak if built is None else built.timeline.step_peak, self.overhead
 
+    def built(self, plan: Plan) -> Offer:
+        """The same candidate, with its plan as it came out in the end."""
+        separate = self.separate
+        return dataclasses.replace(self, build=lambda: separate, fuse=lambda separate: plan)
+
     @classmethod
     def of(cls, plan: Plan) -> Offer:
         """A plan that is there already."""

@@ -7,6 +7,7 @@ goes on from where those with less have ended.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import fnmatch
 import functools
@@ -84,6 +85,21 @@ class Planner:
         """The lossy codecs that it may use, and for which activations; None: all of its methods, for any."""
         self.reference: Planner = self if reference is None else reference.reference
         """The planner of the first form of the graph, which overheads are relative to."""
+
+    def informed(
+        self,
+        *,
+        links: Mapping[str, Link] | None = None,
+        densities: Densities | None = None,
+        admitted: Admitted | None = None,
+    ) -> Planner:
+        """A planner of the same graph that knows more; what is not given stays as it is."""
+        known = copy.copy(self)
+        known.links = self.links if links is None else links
+        known.densities = self.densities if densities is None else densities
+        known.admitted = self.admitted if admitted is None else admitted
+        known.reference = known if self.reference is self else self.reference
+        return known
 
     def is_large(self, value: int) -> bool:
         """Does its size matter to the peak?"""

@@ -1,0 +1,379 @@
+"""The stages of one graph, from what was captured to two callables.
+
+    Captured      a joint graph and its facts                          capture/, graph/
+      unplanned   everything kept: what the step takes as it is        plan/
+      rewrite     passes that keep less or compute faster              rewrite/
+      candidates  the plans to choose from                             plan/
+      choose      the fastest that fits, or the smallest in time       plan/
+      fuse        its kernels, compiled                                schedule/, lower/
+      lower       two callables                                        lower/
+
+Each stage is a function from one frozen value to the next. Stages are timed; `ENCORE_LOG=1` shows the seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import warnings
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from encore.capture import torch_private
+from encore.codecs import CODECS, Densities, Share
+from encore.compiler.bounded_codecs import BoundedCodecs
+from encore.compiler.captured import Captured
+from encore.compiler.forms import Forms, fused, rewrite_for_speed
+from encore.compiler.fuse import FusedPlan, kernels_of
+from encore.compiler.notes import workspace_notes
+from encore.compiler.observers import link_lessons, lossy_check
+from encore.compiler.session import CapturedGraph
+from encore.compiler.stage_clock import StageClock, collector_paused
+from encore.compiler.variants import Variant
+from encore.compiler.watch import watches
+from encore.cost import densities, may_be_narrow, may_be_sparse, time_kernels
+from encore.cost.gradient_error import GradientError
+from encore.errors import BudgetError, CheckError, IllegalGraphError
+from encore.graph import verify_graph
+from encore.lower import lower
+from encore.plan import (
+    GraphPlan,
+    Offer,
+    Plan,
+    Planner,
+    choose,
+    feature_maps,
+    keep_everything,
+    keeps_budget,
+    menu,
+    stack_plans,
+    will_do,
+    worth_having,
+)
+from encore.plan.saved import fingerprint
+from encore.schedule import Choice, Schedule, replay
+from encore.schedule.recompute import made_by, recomputable
+from encore.units import bytes_text
+
+UNKNOWN_MAPS = 0.05
+"""Share of the peak that activations must take whose codes depend on the data, for the first batch to be looked at."""
+
+log = logging.getLogger("encore")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The plans to choose from, and the planners that build them."""
+
+    forms: Forms
+    offers: tuple[Offer, ...]
+    bounded: BoundedCodecs | None = None
+    """What measures the gradient error of lossy codecs, if they have a bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A candidate, and the gradient error of its lossy codecs as it was measured."""
+
+    offer: Offer
+    error: GradientError | None = None
+    excess: float = 0.0
+    """The relative error, if it exceeds the bound; infinite if it could not be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """The plan that was chosen, with its kernels, and the candidates it was chosen from."""
+
+    captured: Captured
+    candidates: Candidates
+    chosen: Chosen
+    fused: FusedPlan
+
+
+def compile_captured(captured: Captured, clock: StageClock) -> Variant:
+    """All stages, in order."""
+    verify_graph(captured.graph)
+    clock.lap("verify")
+    with torch_private.real_tensors():
+        unplanned = keep_all(captured)
+        fitting = plan_within_budget(captured, unplanned, clock)
+        captured.session.workspaces.save()
+        captured.session.seconds.save()
+    fitting = with_saving_order(fitting)
+    clock.lap("compile")
+    variant = lower_plan(fitting, unplanned, clock)
+    _log_graph(variant.captured)
+    return variant
+
+
+# -- unplanned -------------------------------------------------------------------------------------------------------
+
+
+def keep_all(captured: Captured) -> Plan:
+    """The step as it is: nothing rewritten, everything kept."""
+    with collector_paused():
+        return keep_everything(captured.graph, captured.session.workspaces, outputs_outlive=not captured.break_reason)
+
+
+def plan_within_budget(captured: Captured, unplanned: Plan, clock: StageClock) -> Fitting:
+    """Rewrite, find candidates, choose and fuse; for each meaning that a percentage may have, until one can be met."""
+    *optional, last = budgets(captured, unplanned)
+    for attempt in optional:
+        try:
+            return plan_graph(attempt, unplanned, clock)
+        except BudgetError:
+            continue
+    return plan_graph(last, unplanned, clock)
+
+
+def budgets(captured: Captured, unplanned: Plan) -> Iterator[Captured]:
+    """The graph with its budget in bytes. A percentage is one of the largest unplanned step so far. If other graphs
+    follow in the step, this one is first planned within the share of the step at hand, to leave them what they had in
+    larger steps."""
+    session, options, place = captured.session, captured.options, 1 + len(captured.before)
+    own = stack_plans([*(graph.unplanned for graph in captured.before), unplanned]).total + options.resident
+    largest = max(own, session.largest_step(place))
+    for base in sorted({own, largest}) if captured.break_reason else [largest]:
+        budget = None if options.budget is None else options.budget.of_step(base)
+        yield dataclasses.replace(captured, options=dataclasses.replace(options, budget=budget))
+
+
+def plan_graph(captured: Captured, unplanned: Plan, clock: StageClock) -> Fitting:
+    """From the unplanned step to a plan with its kernels."""
+    with collector_paused():
+        rewritten = rewrite_for_speed(captured, unplanned)
+        forms = Forms.of(captured, unplanned, rewritten)
+        candidates = find_candidates(forms)
+    fitting = choose_and_fuse(candidates, clock)
+    own = stack_plans([*(graph.unplanned for graph in captured.before), unplanned]).total + captured.options.resident
+    captured.session.note_step(1 + len(captured.before), own)
+    return fitting
+
+
+# -- candidates ------------------------------------------------------------------------------------------------------
+
+
+def find_candidates(forms: Forms) -> Candidates:
+    """The plans to choose from: the one that was given; what checkpoints in the model ask for, if nothing else is
+    asked; only the one that keeps everything, if that is enough; else those that a search finds."""
+    captured, planner = forms.captured, forms.first
+    options, session = captured.options, captured.session
+    if options.plan is not None:
+        informed = dataclasses.replace(forms, first=planner.informed(links=session.links))
+        forms, given = informed.given(options.plan.of_graph(captured.number))
+        return Candidates(forms, (given,))
+    as_it_is = planner.as_it_is()
+    by_hand = torch_private.checkpointed(captured.joint)
+    if by_hand and options.budget is None and options.overhead is None:
+        return Candidates(forms, (_checkpointed(planner, as_it_is, by_hand),))
+    if captured.runs and will_do(as_it_is, options, unplanned=forms.unplanned, earlier=captured.earlier):
+        return Candidates(forms, (as_it_is,))
+    session.seconds.settle(planner.runs.schedule)
+    planner = planner.informed(links=session.links, densities=_densities(captured, planner))
+    bounded = None
+    if captured.runs and options.lossy.bound is not None and "encode" in options.methods:
+        bounded = _bounded(forms, planner, options.lossy.bound)
+        planner = planner.informed(admitted=bounded.admitted())
+    return search_plans(Candidates(dataclasses.replace(forms, first=planner), (), bounded))
+
+
+def search_plans(candidates: Candidates) -> Candidates:
+    """Search all forms of the graph."""
+    forms, lean = candidates.forms.with_lean()
+    planners = [form for one in (forms.first, lean) if one is not None for form in forms.all_slices(one)]
+    return dataclasses.replace(candidates, forms=forms, offers=tuple(menu(planners)))
+
+
+def _checkpointed(planner: Planner, as_it_is: Offer, by_hand: Collection[str]) -> Offer:
+    """What `torch.utils.checkpoint` in the model recomputes, unless that takes more than keeping everything."""
+    obeyed = planner.given(Choice(made_by(planner.graph, by_hand) & recomputable(planner.graph)))
+    return min(obeyed, as_it_is, key=lambda offer: offer.plan.timeline.step_peak)
+
+
+def _densities(captured: Captured, planner: Planner) -> Densities:
+    """How dense activations are on this batch, and how far integers reach, if there is a codec to which that
+    matters."""
+    asking = {codec.share for codec in map(CODECS.__getitem__, planner.methods.codecs) if not codec.exact_size}
+    if not captured.runs or not asking:
+        return {}
+    graph, peak = planner.graph, planner.kept.timeline.step_peak
+    large = [value for value in feature_maps(planner.kept.schedule) if planner.is_large(value)]
+    unknown = {Share.NON_ZEROS: may_be_sparse, Share.NUMBER_BYTES: may_be_narrow}
+    maps = {share: unknown[share](graph).intersection(large) for share in asking}
+    if sum(map(graph.bytes_of, set().union(*maps.values()))) < UNKNOWN_MAPS * peak:
+        return {}
+    with torch_private.real_tensors():
+        return densities(graph, captured.primals, maps)
+
+
+def _bounded(forms: Forms, planner: Planner, bound: float) -> BoundedCodecs:
+    """Lossy codecs whose measured effect on the gradients stays within the bound."""
+    captured, unplanned = forms.captured, forms.unplanned
+    session, options = captured.session, captured.options
+    limit = math.inf
+    if options.budget is not None and not options.budget.is_floor:
+        whole = unplanned.timeline.resident + unplanned.timeline.step_peak + options.resident
+        limit = options.budget.resolve(whole) - unplanned.timeline.resident - options.resident
+    name, sent = fingerprint(unplanned.schedule.graph), list[torch.Tensor]()
+    if name in session.sent_tangents:
+        sent, session.sent_tangents[name] = session.sent_tangents[name], []
+    bounded = BoundedCodecs(planner, captured.primals, captured.share_of(bound), limit, sent)
+    if bounded.why_none:
+        warnings.warn(
+            f"encore: {captured.name} uses no lossy codecs: their effect on the gradients cannot be measured, since "
+            f"{bounded.why_none}; lossy= with names of codecs allows them without a bound",
+            stacklevel=2,
+        )
+    return bounded
+
+
+# -- choose and fuse -------------------------------------------------------------------------------------------------
+
+
+def choose_and_fuse(candidates: Candidates, clock: StageClock) -> Fitting:
+    """The plan that is asked for, with its kernels. If a plan keeps neither the bound on the gradient error nor, with
+    its kernels, the peak that was predicted, the next one is chosen."""
+    while True:
+        chosen = choose_candidate(candidates)
+        if chosen.excess:
+            candidates = _tightened(candidates, chosen.excess)
+            continue
+        forms, offer = _agreed(candidates.forms, chosen.offer)
+        candidates = dataclasses.replace(candidates, forms=forms)
+        clock.lap("plan")
+        found = fuse_candidate(candidates, offer)
+        if offer is not chosen.offer or _fits(candidates.forms, offer, found.plan):
+            return Fitting(forms.captured, candidates, dataclasses.replace(chosen, offer=offer), found)
+        corrected = tuple(offer.built(found.plan) if one is offer else one for one in candidates.offers)
+        candidates = dataclasses.replace(candidates, offers=corrected)
+
+
+def choose_candidate(candidates: Candidates) -> Chosen:
+    """The candidate that is asked for, and what its lossy codecs do to the gradients."""
+    forms = candidates.forms
+    options = forms.captured.options
+    if options.plan is not None:
+        return Chosen(candidates.offers[0])
+    with collector_paused():
+        offer = choose(candidates.offers, options, unplanned=forms.unplanned, earlier=forms.captured.earlier)
+    bounded, plan = candidates.bounded, offer.separate
+    if bounded is None or all(CODECS[one.codec].lossless for one in plan.choice.encode):
+        return Chosen(offer)
+    found = bounded.error_of(plan)
+    if found is not None and found.relative <= bounded.bound:
+        return Chosen(offer, found)
+    log.info("%s: a plan with a gradient error of %s is dropped", forms.captured.name, found)
+    return Chosen(offer, found, excess=math.inf if found is None else found.relative)
+
+
+def _tightened(candidates: Candidates, excess: float) -> Candidates:
+    """Candidates with fewer and better lossy codecs."""
+    forms, bounded = candidates.forms, candidates.bounded
+    assert bounded is not None, "only lossy codecs exceed a bound"
+    planner = forms.first.informed(admitted=bounded.tightened(excess))
+    with collector_paused():
+        return search_plans(dataclasses.replace(candidates, forms=dataclasses.replace(forms, first=planner)))
+
+
+def _agreed(forms: Forms, offer: Offer) -> tuple[Forms, Offer]:
+    """Ranks time their operators each by itself and would plan differently: the first to plan a graph decides."""
+    if not torch_private.has_ranks():
+        return forms, offer
+    mine = GraphPlan.of(forms.unplanned.schedule.graph, offer.separate)
+    question = f"encore plan {mine.fingerprint} {dataclasses.replace(forms.captured.session.options, plan=None)}"
+    agreed = GraphPlan.from_json(torch_private.told_first(question, mine.to_json()))
+    return (forms, offer) if agreed == mine else forms.given(agreed, made_here=True)
+
+
+def fuse_candidate(candidates: Candidates, offer: Offer) -> FusedPlan:
+    """The plan of a candidate, its kernels compiled and timed."""
+    forms, several = candidates.forms, len(candidates.offers) > 1
+    captured, planner = forms.captured, forms.first
+    if planner.fuse is None:
+        return FusedPlan(offer.plan, {}, 0)
+    found = fused(captured, offer.separate, compile_kernels=captured.runs)
+    plan = dataclasses.replace(found.plan, overhead=offer.plan.overhead)
+    if several:
+        time_kernels(captured.session.seconds, kernels_of(plan.schedule), found.kernels)
+    if several or plan.choice.offload:
+        plan = planner.timed(plan)
+    return dataclasses.replace(found, plan=plan)
+
+
+def _fits(forms: Forms, offer: Offer, plan: Plan) -> bool:
+    """Does a plan, now that its kernels are there, hold no more than was predicted, or than the budget?"""
+    captured = forms.captured
+    within = keeps_budget(plan, captured.options, unplanned=forms.unplanned, earlier=captured.earlier)
+    return within or plan.timeline.step_peak <= offer.plan.timeline.step_peak
+
+
+# -- lower -----------------------------------------------------------------------------------------------------------
+
+
+def with_saving_order(fitting: Fitting) -> Fitting:
+    """The same plan, with what it saves in the order in which AOTAutograd wants it."""
+    plan = fitting.fused.plan
+    ordered = dataclasses.replace(plan, schedule=_in_saving_order(fitting.captured, plan.schedule))
+    verify_graph(ordered.schedule.graph)
+    return dataclasses.replace(fitting, fused=dataclasses.replace(fitting.fused, plan=ordered))
+
+
+def _in_saving_order(captured: Captured, schedule: Schedule) -> Schedule:
+    names = {schedule.graph.values[value].name: value for value in schedule.saved}
+    ordered = torch_private.unchecked_last(captured.joint, tuple(names))
+    return dataclasses.replace(schedule, saved=tuple(names[name] for name in ordered))
+
+
+def lower_plan(fitting: Fitting, unplanned: Plan, clock: StageClock) -> Variant:
+    """Two callables that run the plan, filed with what is known of it."""
+    captured, found, forms = fitting.captured, fitting.fused, fitting.candidates.forms
+    session, plan, offers = captured.session, found.plan, fitting.candidates.offers
+    # An estimate compiles no kernels: it runs the operators, on tensors without memory.
+    runs = plan.schedule if captured.runs else _in_saving_order(captured, forms.first.kept.schedule)
+    watching = watches(plan) if captured.runs else {}
+    transports = session.transports if plan.choice.offload and captured.runs else {}
+    if session.checks:
+        _replay(captured, plan)
+    name = captured.name.replace(" ", "_")
+    lowered = lower(runs, name, found.kernels, watching, transports, checked=session.checks)
+    clock.lap("lower")
+    graph = CapturedGraph(
+        name=captured.name,
+        unplanned=unplanned,
+        plan=plan,
+        limit=captured.options.budget.bytes if captured.options.budget is not None else None,
+        break_reason=captured.break_reason,
+        break_line=captured.break_line,
+        seconds=clock.seconds,
+        sources=(lowered.forward_source, lowered.backward_source),
+        rewrites=forms.passes[plan.lean],
+        kernels_compiled=found.compiled,
+        watches=tuple(watching.values()),
+        offers=() if captured.runs else offers,
+        choices=tuple(offer.told for offer in worth_having(offers)),
+        notes=(*workspace_notes(plan.schedule.graph, session.workspaces), *captured.notes),
+        lossy_check=lossy_check(captured, found, fitting.chosen.error),
+        lessons=link_lessons(captured, plan),
+    )
+    return Variant(captured.used, graph, lowered)
+
+
+def _replay(captured: Captured, plan: Plan) -> None:
+    """Have the replayer follow what is lowered, within the peak that was predicted."""
+    try:
+        replay(plan.schedule, limit=plan.timeline.step_peak, workspace=captured.session.workspaces)
+    except IllegalGraphError as error:
+        raise CheckError(f"ENCORE_CHECK: {captured.name}: {error}. This is a bug in Encore: please report it") from None
+
+
+def _log_graph(captured: CapturedGraph) -> None:
+    graph, timeline = captured.plan.schedule.graph, captured.plan.timeline
+    log.info(
+        "%s: %d operators, peak %s (saved %s), plan %r; seconds: %s",
+        captured.name, len(graph.ops), bytes_text(timeline.step_peak), bytes_text(timeline.saved), captured.plan.name,
+        ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in captured.seconds.items()),
+    )  # fmt: skip
