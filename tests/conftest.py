@@ -1,4 +1,4 @@
-"""Every test starts with a clean compiler, a fixed seed, and measurements and kernels kept in a folder of the run."""
+"""Every test starts with a clean compiler, a fixed seed, fixed times, and kernels kept in a folder of the run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from browsing import start_browser
 from encore.rnn import tuning
+from fixed_times import FixedTimes
 
 CACHE = "ENCORE_CACHE_DIR"
 KEPT_CACHE = "ENCORE_TEST_CACHE_DIR"
@@ -29,12 +30,25 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: os.environ.update({CACHE: before or ""}))
     else:
         torch.set_num_threads(1)  # a core each
+    fixed_times.turn_on()  # for fixtures of whole modules, too
 
 
 def _temporary_folder(config: pytest.Config) -> str:
     folder = tempfile.TemporaryDirectory(prefix="encore-tests-")
     config.add_cleanup(folder.cleanup)
     return folder.name
+
+
+fixed_times = FixedTimes()
+
+
+@pytest.fixture(autouse=True)
+def _times(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As fixed as seeds are, unless the test is marked `measured_times`."""
+    if request.node.get_closest_marker("measured_times"):
+        fixed_times.turn_off()
+    yield
+    fixed_times.turn_on()
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,7 @@ from encore.schedule import Fused, Schedule, schedule_step
 from encore.schedule.kernel import Operand
 
 aten = torch.ops.aten
+pytestmark = pytest.mark.measured_times
 
 
 @pytest.fixture(autouse=True)
