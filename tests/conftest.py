@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from browsing import start_browser
 from encore.rnn import tuning
-from fixed_times import FixedTimes
+from support.browser import start_browser
+from support.fixed_times import FixedTimes
 
 CACHE = "ENCORE_CACHE_DIR"
 KEPT_CACHE = "ENCORE_TEST_CACHE_DIR"

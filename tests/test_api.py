@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import encore
-from against_eager import assert_matches_eager, assert_same, assert_verified, run_step, session_of
 from encore import BudgetError, EncoreError, NeverRunError, OptionError
-from rounding import assert_as_accurate
+from support.compare_with_eager import assert_matches_eager, assert_same, assert_verified, run_step, session_of
+from support.rounding import assert_as_accurate
 
 
 def small_model() -> nn.Module:

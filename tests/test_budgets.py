@@ -16,8 +16,8 @@ from benchmarks.workloads import tiny
 from encore.api import compiled_call
 from encore.graph import OpClass
 from encore.rewrite import Judge
-from every_workload import FIVE, every_workload
-from rounding import assert_gradients_as_accurate
+from support.rounding import assert_gradients_as_accurate
+from support.workload_cases import FIVE, every_workload
 
 TEN_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 0.99)
 FEW_SHARES = (0.0, 0.4, 0.9)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import encore
-from captured import Perceptron, drop_gradients, train_step
 from encore.api import compiled_call
 from encore.errors import CheckError
 from encore.lower.calls import callable_for
@@ -20,7 +19,8 @@ from encore.options import LOWERINGS
 from encore.rewrite import Judge
 from encore.rewrite.edit import Editor
 from encore.schedule.reuse import write_over_dying
-from lowerings import in_both_lowerings
+from support.captured_graphs import Perceptron, drop_gradients, train_step
+from support.lowerings import in_both_lowerings
 
 aten = torch.ops.aten
 

@@ -9,9 +9,9 @@ from torch import nn
 import encore
 from encore.graph import verify_graph
 from encore.schedule import Fused
-from every_workload import FIVE, every_workload, workloads, workloads_lowered
-from rounding import FACTOR
-from tiny_steps import tiny_step
+from support.observed_steps import tiny_step
+from support.rounding import FACTOR
+from support.workload_cases import FIVE, every_workload, workloads, workloads_lowered
 
 FUSED = [name for name in FIVE if name != "resnet"]
 in_each_lowering, fused_workload = workloads_lowered(eager=FIVE, fused=FUSED), workloads(*FUSED)

@@ -26,14 +26,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import encore
-from against_eager import run_step
-from captured import captured, drop_gradients, train_step
 from encore.api import compiled_call
 from encore.options import METHODS
 from encore.rewrite import Judge
 from encore.schedule import Fused, Schedule, fuse, replay, simulate
-from rounding import FACTOR
-from tiny_steps import errors_of
+from support.captured_graphs import captured, drop_gradients, train_step
+from support.compare_with_eager import run_step
+from support.observed_steps import errors_of
+from support.rounding import FACTOR
 
 Spec = tuple[Any, ...]
 BATCH, TIME, CHANNELS, VOCABULARY = 4, 16, 16, 11

@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import encore
-from against_eager import assert_same, assert_verified
+from support.compare_with_eager import assert_same, assert_verified
 
 
 def predicted_and_measured(model: nn.Module, x: torch.Tensor, lowering: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import encore
-from against_eager import assert_same, run_step
+from support.compare_with_eager import assert_same, run_step
 
 WIDTH = 16
 LARGE, SMALL = 1024, 4

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import encore
-from against_eager import session_of
-from captured import drop_gradients, train_step
 from encore.rnn import tuning
-from recurrent import everything, pair
-from rounding import assert_gradients_as_accurate
+from support.captured_graphs import drop_gradients, train_step
+from support.compare_with_eager import session_of
+from support.recurrent_pairs import everything, pair
+from support.rounding import assert_gradients_as_accurate
 
 
 @pytest.fixture(autouse=True)

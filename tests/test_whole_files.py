@@ -18,7 +18,7 @@ from encore.plan.saved import SavedPlan
 from encore.whole_files import check_file, check_folder, make_folder, replacing, write_whole
 from examples.train.checkpoint import Checkpoints
 from examples.train.history import History
-from tower import tower_plan
+from support.example_report import tower_plan
 
 
 def shown() -> results.Results:

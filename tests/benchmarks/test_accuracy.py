@@ -26,7 +26,7 @@ from benchmarks.accuracy_table import COLUMNS, cells, noise_rows, page, render
 from benchmarks.workloads.cell import LSTMStack
 from encore.codecs import CODECS
 from encore.machine import this_machine
-from json_schema import violations
+from support.json_schema import violations
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ from benchmarks.bptt import BpttSuite, Outcome, run_bptt
 from benchmarks.bptt_table import COLUMNS, OFFLOADED, cells, offloaded_cells, page, render, stall_verdicts, summary
 from benchmarks.offload import DISK_ALONE, KEPT, OPTIONS, OffloadRow, offload_rows
 from encore.machine import this_machine
-from json_schema import violations
+from support.json_schema import violations
 
 MIB = 2**20
 

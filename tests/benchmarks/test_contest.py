@@ -22,8 +22,8 @@ from benchmarks.contest import SUITES, ContestSuite, Entry, Outcome, run_contest
 from benchmarks.contest_table import COLUMNS, both_against_each, cells, page, render, summary
 from benchmarks.workloads import WORKLOADS, build, tiny
 from encore.machine import this_machine
-from json_schema import violations
-from rounding import assert_close
+from support.json_schema import violations
+from support.rounding import assert_close
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ from benchmarks.fast import FastSuite, FirstStep, Outcome, _in_a_process
 from benchmarks.fast_table import page, render
 from benchmarks.workloads import TINY_SIZES
 from encore.machine import this_machine
-from json_schema import violations
+from support.json_schema import violations
 
 STAGES = {"capture": 4.0, "plan": 1.0, "compile": 5.0, "first run": 0.5}
 FOUND = FastSuite(

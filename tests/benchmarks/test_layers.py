@@ -36,7 +36,7 @@ from benchmarks.layers_table import (
 from encore.machine import this_machine
 from encore.rnn import tuning
 from encore.rnn.tuning import TORCHS
-from json_schema import violations
+from support.json_schema import violations
 
 pytestmark = pytest.mark.usefixtures("own_layers")
 

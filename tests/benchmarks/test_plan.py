@@ -21,7 +21,7 @@ from benchmarks.plan_table import (
 from benchmarks.planning import PlanningTime, planning_time
 from benchmarks.workloads import TINY_SIZES, tiny
 from encore.machine import this_machine
-from json_schema import violations
+from support.json_schema import violations
 
 MIB = 2**20
 

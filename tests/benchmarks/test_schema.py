@@ -13,7 +13,7 @@ import pytest
 from benchmarks import results
 from benchmarks.command import main
 from benchmarks.schema import Layout
-from json_schema import violations
+from support.json_schema import violations
 
 LAYOUT = Layout("made_up", 7)
 

@@ -16,7 +16,7 @@ from benchmarks.suite import SUITE, Suite, run_suite
 from benchmarks.table import page, render
 from encore.machine import Machine, this_machine
 from encore.progress import progress
-from json_schema import violations
+from support.json_schema import violations
 
 MACHINE = Machine(
     encore="0.1.0", commit="0123456789", date="2026-01-31", torch="2.13.0", python="3.11.9",

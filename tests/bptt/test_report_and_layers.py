@@ -19,7 +19,7 @@ from encore.bptt import ScanReport, over_time, scan
 from encore.bptt import run as following
 from encore.errors import NeverRunError, OptionError
 from encore.tiers import Disk
-from rounding import assert_close
+from support.rounding import assert_close
 
 pytestmark = pytest.mark.usefixtures("own_layers")
 

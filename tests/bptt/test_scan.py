@@ -16,8 +16,8 @@ from encore.bptt import ScanReport, scan
 from encore.errors import EncoreError
 from encore.tiers import Disk, Host
 from encore.tiers.host import HostParcel
-from rounding import assert_close
-from through_time import (
+from support.rounding import assert_close
+from support.scan_reference import (
     BATCH,
     LOOPS,
     WAYS,
@@ -36,7 +36,7 @@ from through_time import (
     words,
     written_out,
 )
-from watchdog import watchdog
+from support.watchdog import watchdog
 
 
 @pytest.fixture(autouse=True)

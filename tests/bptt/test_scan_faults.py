@@ -19,7 +19,7 @@ import encore
 from encore.bptt import ScanReport, scan
 from encore.errors import TierError
 from encore.tiers import Disk, Host
-from watchdog import watchdog
+from support.watchdog import watchdog
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import encore
 from encore.bptt import ScanReport, scan
-from through_time import Lazy
-from watchdog import watchdog
+from support.scan_reference import Lazy
+from support.watchdog import watchdog
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from encore.bptt import ScanReport, scan
 from encore.bptt.reach import reachable
 from encore.errors import BudgetError, OptionError, ReplayError
-from through_time import BATCH, WAYS, WIDTH, Lazy, lstm
-from watchdog import watchdog
+from support.scan_reference import BATCH, WAYS, WIDTH, Lazy, lstm
+from support.watchdog import watchdog
 
 REACHED: list[Tensor] = []
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import encore
-from against_eager import assert_matches_eager, assert_same, run_step
-from lowerings import in_both_lowerings
+from support.compare_with_eager import assert_matches_eager, assert_same, run_step
+from support.lowerings import in_both_lowerings
 
 pytestmark = pytest.mark.mostly_eager
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import encore
-from against_eager import assert_same, backward, gradients, run_step, session_of
+from support.compare_with_eager import assert_same, backward, gradients, run_step, session_of
 
 pytestmark = pytest.mark.mostly_eager
 

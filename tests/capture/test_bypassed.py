@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import encore
-from against_eager import assert_same, run_step, session_of
-from rounding import assert_close
-from with_lightning import import_lightning
+from support.compare_with_eager import assert_same, run_step, session_of
+from support.lightning_loop import import_lightning
+from support.rounding import assert_close
 
 
 class Net(nn.Module):

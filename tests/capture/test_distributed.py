@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import encore
-from against_eager import assert_same
 from encore.options import LOWERINGS
+from support.compare_with_eager import assert_same
 
 RANKS = 2
 STEPS = 3

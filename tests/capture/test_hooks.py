@@ -15,7 +15,7 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import encore
-from against_eager import assert_same, run_step, session_of
+from support.compare_with_eager import assert_same, run_step, session_of
 
 
 class Handle(Protocol):

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import encore
-from against_eager import assert_matches_eager, assert_same, gradients, run_step
-from captured import captured, train_step
 from encore.capture import recurrent
 from encore.graph import Graph, OpClass
 from encore.kernels import BuildError
 from encore.rnn import native
+from support.captured_graphs import captured, train_step
+from support.compare_with_eager import assert_matches_eager, assert_same, gradients, run_step
 
 FORWARD = {"LSTM": "lstm_forward", "GRU": "gru_forward", "RNN": "elman_forward"}
 LEFT_ALONE = ("mkldnn_rnn_layer", "sigmoid", "tanh", "unsafe_chunk", "unsafe_split")

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from against_eager import assert_matches_eager
-from lowerings import in_both_lowerings
+from support.compare_with_eager import assert_matches_eager
+from support.lowerings import in_both_lowerings
 
 pytestmark = pytest.mark.mostly_eager
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import encore
-from against_eager import gradients, run_step, same_bits
-from captured import captured, train_step
 from encore.cost import workspace
+from support.captured_graphs import captured, train_step
+from support.compare_with_eager import gradients, run_step, same_bits
 
 
 def scan(gates: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from torch.utils.checkpoint import checkpoint
 
 import encore
-from against_eager import assert_matches_eager, assert_same, run_step, session_of
-from lowerings import both_lowerings
-from rounding import assert_close
+from support.compare_with_eager import assert_matches_eager, assert_same, run_step, session_of
+from support.lowerings import both_lowerings
+from support.rounding import assert_close
 
 # Dynamo looks at `.grad` of what crosses a graph break.
 pytestmark = [

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import encore
-from against_eager import assert_matches_eager, assert_same, gradients
-from lowerings import in_both_lowerings
+from support.compare_with_eager import assert_matches_eager, assert_same, gradients
+from support.lowerings import in_both_lowerings
 
 # Dynamo looks at `.grad` of what crosses a graph break.
 pytestmark = [

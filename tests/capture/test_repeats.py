@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import encore
-from against_eager import assert_matches_eager, assert_same, run_step, session_of
 from benchmarks.workloads import build
-from captured import captured
 from encore.capture import repeats
 from encore.capture.call_trace import NotRepeatableError
 from encore.compiler import CapturedGraph, backend
 from encore.graph import Graph
-from loops import (
+from support.captured_graphs import captured
+from support.compare_with_eager import assert_matches_eager, assert_same, run_step, session_of
+from support.loop_models import (
     LAYERS,
     NOT_REPEATABLE,
     REPEATED,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import encore
-from rounding import assert_close
+from support.rounding import assert_close
 
 WORDS = 32_000
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import encore
-from against_eager import assert_matches_eager, assert_same, run_step, session_of
-from lowerings import in_both_lowerings
+from support.compare_with_eager import assert_matches_eager, assert_same, run_step, session_of
+from support.lowerings import in_both_lowerings
 
 pytestmark = pytest.mark.mostly_eager
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import encore
-from against_eager import assert_matches_eager, assert_same, run_step, session_of
+from support.compare_with_eager import assert_matches_eager, assert_same, run_step, session_of
 
 pytestmark = pytest.mark.mostly_eager
 

@@ -16,7 +16,7 @@ import encore
 from encore.api import compiled_call
 from encore.errors import ReplayError
 from encore.options import LOWERINGS
-from rounding import assert_close
+from support.rounding import assert_close
 
 lowerings = pytest.mark.parametrize("lowering", LOWERINGS)
 Outputs = dict[str, torch.Tensor]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import encore
-from against_eager import assert_matches_eager, run_step
-from rounding import assert_close
+from support.compare_with_eager import assert_matches_eager, run_step
+from support.rounding import assert_close
 
 pytestmark = pytest.mark.mostly_eager
 

@@ -14,7 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coded import (
+from encore import EncoreError
+from encore.codecs import CODECS
+from encore.codecs.layout import elements_of, layout_of
+from encore.cost.measure import measure_cpu
+from support.codec_inputs import (
     FLOATS,
     WAYS,
     float_tensors,
@@ -26,10 +30,6 @@ from coded import (
     told_workspace,
     way,
 )
-from encore import EncoreError
-from encore.codecs import CODECS
-from encore.codecs.layout import elements_of, layout_of
-from encore.cost.measure import measure_cpu
 
 ops = torch.ops.encore
 aten = torch.ops.aten

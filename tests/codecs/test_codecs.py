@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from coded import (
+from encore import EncoreError
+from encore.codecs import CODECS, sparse
+from encore.codecs.floats import FORMATS
+from encore.codecs.integers import for_range
+from encore.cost.measure import measure_cpu
+from support.codec_inputs import (
     FLOATS,
     WAYS,
     float_tensors,
@@ -23,11 +28,6 @@ from coded import (
     told_workspace,
     way,
 )
-from encore import EncoreError
-from encore.codecs import CODECS, sparse
-from encore.codecs.floats import FORMATS
-from encore.codecs.integers import for_range
-from encore.cost.measure import measure_cpu
 
 ops = torch.ops.encore
 LOSSY = sorted(name for name, codec in CODECS.items() if not codec.lossless)

@@ -11,10 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coded import FLOATS, WAYS, same_numbers, told_workspace, way
 from encore import EncoreError
 from encore.codecs.pool_map import BACKWARD, FORWARD, channels_last_of
 from encore.cost.measure import measure_cpu
+from support.codec_inputs import FLOATS, WAYS, same_numbers, told_workspace, way
 
 ops = torch.ops.encore
 Window = tuple[list[int], list[int], list[int], list[int], bool]

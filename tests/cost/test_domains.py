@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from captured import captured_graph, operators
 from encore.cost import domains
 from encore.cost.domains import DOMAINS, EachDimension, Indices
 from encore.cost.probe import made_up_call
 from encore.graph import Graph, Op, OpClass
 from encore.rewrite import judge
+from support.captured_graphs import captured_graph, operators
 
 aten = torch.ops.aten
 

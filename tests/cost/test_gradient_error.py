@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from captured import captured
 from encore.cost.gradient_error import (
     gradient_error,
     lower_in_memory,
@@ -19,6 +18,7 @@ from encore.cost.gradient_error import (
 from encore.graph import Graph, Role, Value
 from encore.graph.values import Op
 from encore.schedule import Choice, Encoded, carry_out, schedule_step
+from support.captured_graphs import captured
 
 
 def primals(*roles: Role) -> Graph:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from captured import captured
 from encore.cost.kernel_timing import may_run
 from encore.schedule import Fused, fuse
+from support.captured_graphs import captured
 
 
 def as_it_is(scores: Tensor, index: Tensor) -> Tensor:

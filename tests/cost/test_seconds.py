@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import encore
-from captured import captured, captured_graph, operators
 from encore.cached_files import read_record, write_record
 from encore.compiler.fuse import kernels_of
 from encore.cost import Seconds, kernel_timing, rates, seconds, time_kernels
@@ -30,6 +29,7 @@ from encore.measurements import MachineCache
 from encore.plan import step_seconds
 from encore.schedule import Fused, Schedule, schedule_step
 from encore.schedule.kernel import Operand
+from support.captured_graphs import captured, captured_graph, operators
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.measured_times

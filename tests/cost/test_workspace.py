@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import encore
-from captured import captured_graph, drop_gradients, operators, train_step
 from encore.api import compiled_call
 from encore.cost import Workspaces, probe, workspace
 from encore.cost.measure import measure_cpu
@@ -20,6 +19,7 @@ from encore.cost.probe import footprint, made_up, probe_workspace
 from encore.folders import cache_directory
 from encore.graph import Graph, OpClass
 from encore.measurements import machine_cache
+from support.captured_graphs import captured_graph, drop_gradients, operators, train_step
 
 aten = torch.ops.aten
 

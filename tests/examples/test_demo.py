@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from browsing import DESKTOP, find, nothing_went_wrong, resize, shot, texts
 from encore.units import bytes_text
 from examples import demo
+from support.browser import DESKTOP, find, nothing_went_wrong, resize, shot, texts
 
 HELP = """\
 usage: python -m examples.demo [-h] [--steps N] [--output FOLDER] [--json]

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from captured import Perceptron, captured_graph, named, operators
 from encore.graph import Graph, Role
 from encore.graph.values import Ref, map_refs, refs
+from support.captured_graphs import Perceptron, captured_graph, named, operators
 
 aten = torch.ops.aten
 

@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import encore
-from captured import train_step
 from encore.api import compiled_call
 from encore.graph import Value
 from encore.lower import codegen
 from encore.lower.calls import callable_for
 from encore.schedule import Run
+from support.captured_graphs import train_step
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype | None]
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import encore
-from captured import Perceptron, captured_graph, named
 from encore.api import compiled_call
 from encore.errors import IllegalGraphError
 from encore.graph import Graph, Op, Role, verify_graph
 from encore.graph.values import Ref
+from support.captured_graphs import Perceptron, captured_graph, named
 
 
 @functools.cache

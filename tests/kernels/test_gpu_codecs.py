@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from coded import laid_out
 from encore.codecs import CODECS, native, sparse
 from encore.codecs.floats import FORMATS
 from encore.errors import OptionError
-from gpu import interpreted, only_program, same_bits, taken_aside
+from support.codec_inputs import laid_out
+from support.gpu_kernels import interpreted, only_program, same_bits, taken_aside
 
 gpu = pytest.importorskip("encore.codecs.gpu")
 encore: Any = torch.ops.encore

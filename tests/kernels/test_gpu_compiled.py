@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from encore.kernels import gpu
-from gpu import TARGETS, compiled, kernels_of, narrow_offsets, triton, ttir
+from support.gpu_kernels import TARGETS, compiled, kernels_of, narrow_offsets, triton, ttir
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET is set: nothing is compiled"

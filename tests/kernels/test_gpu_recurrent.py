@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from encore.kernels.gpu import has_gpu_kernels
 from encore.rnn import WORKSPACES, layer, plain
 from encore.rnn.sequence import dense_walk
-from gpu import interpreted, only_program, taken_aside
-from recurrent import KINDS, assert_as_torch, everything, kernels, pair
-from rounding import assert_close
+from support.gpu_kernels import interpreted, only_program, taken_aside
+from support.recurrent_pairs import KINDS, assert_as_torch, everything, kernels, pair
+from support.rounding import assert_close
 
 pytestmark = pytest.mark.usefixtures("own_layers")
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from encore.rnn import WORKSPACES, scores
-from gpu import interpreted, taken_aside
-from scoring import by_formula, gradients, operands
+from support.attention_inputs import by_formula, gradients, operands
+from support.gpu_kernels import interpreted, taken_aside
 
 scores_gpu = pytest.importorskip("encore.rnn.scores_gpu")
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import encore
-from captured import Perceptron, captured
 from encore.graph.values import Ref
 from encore.lower import lower
 from encore.lower.calls import callable_for
 from encore.schedule import Free, Run
+from support.captured_graphs import Perceptron, captured
 
 aten = torch.ops.aten
 

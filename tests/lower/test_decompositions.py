@@ -7,7 +7,7 @@ import torch
 
 from encore.lower import decompositions
 from encore.lower.decompositions import LONG, PIECE, mean_in_stages, sum_in_stages, var_mean_in_stages
-from rounding import assert_as_accurate
+from support.rounding import assert_as_accurate
 
 SHAPES = [
     ((2048, 3), [0]),

@@ -19,8 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from caches import with_header
-from captured import captured
 from encore import cached_files
 from encore.cached_files import read_record, write_record
 from encore.lower import header, inductor_private, kernels
@@ -28,7 +26,9 @@ from encore.lower.inductor_private import LoweringError
 from encore.lower.kernels import KernelStore
 from encore.schedule import Fused, fuse
 from encore.schedule.kernel import Kernel
-from rounding import assert_close
+from support.captured_graphs import captured
+from support.kernel_caches import with_header
+from support.rounding import assert_close
 
 TESTS = Path(__file__).parents[1]
 

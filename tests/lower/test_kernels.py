@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 import encore
-from against_eager import assert_same, run_step, session_of
-from caches import with_header
-from captured import captured
 from encore.graph.values import map_refs
 from encore.lower import inductor_private, kernel_store
 from encore.lower.inductor_private import LoweringError
 from encore.lower.kernels import Compilation, KernelStore
 from encore.schedule import Fused, fuse
 from encore.schedule.kernel import Kernel, Operand, each_result
-from rounding import assert_close
+from support.captured_graphs import captured
+from support.compare_with_eager import assert_same, run_step, session_of
+from support.kernel_caches import with_header
+from support.rounding import assert_close
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import encore
-from captured import Perceptron, captured
 from encore.options import Budget, Options
 from encore.plan import Keep, Offer, Plan, choose, keep_everything, keeps_budget
+from support.captured_graphs import Perceptron, captured
 
 
 @functools.cache

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 import encore
-from captured import captured, drop_gradients, operators, train_step
 from encore.codecs import CODECS, Densities, Share
 from encore.compiler.watch import CodeWatch, measured_error
 from encore.cost.density import densities, planned_density, planned_width
 from encore.plan import feature_maps
 from encore.plan.stand_ins import encodings
 from encore.schedule.recompute import owned
-from lowerings import fused_is_slow
-from small_steps import ByBytes
+from support.captured_graphs import captured, drop_gradients, operators, train_step
+from support.lowerings import fused_is_slow
+from support.random_steps import ByBytes
 
 
 class Rectified(nn.Module):

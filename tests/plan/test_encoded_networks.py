@@ -9,7 +9,7 @@ from torch import nn
 import encore
 from benchmarks.contest import SUITES
 from benchmarks.workloads import tiny
-from captured import drop_gradients, train_step
+from support.captured_graphs import drop_gradients, train_step
 
 QUICK = ("alexnet",)
 REWRITTEN = ("alexnet", "overfeat", "inception")

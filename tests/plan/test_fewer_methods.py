@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from benchmarks.workloads.inception import Inception
-from captured import captured
 from encore.codecs import CODECS, Share
 from encore.options import Budget, Options
 from encore.plan import Methods, Offer, choose, keep_everything, menu
 from encore.plan.plan import Plan
 from encore.plan.planner import Planner
-from masked import Gated
-from small_steps import ByBytes, kept_step, no_workspace
+from support.captured_graphs import captured
+from support.mask_models import Gated
+from support.random_steps import ByBytes, kept_step, no_workspace
 
 LOSSLESS = tuple(name for name, codec in CODECS.items() if codec.lossless)
 SETS = {

@@ -18,7 +18,6 @@ from torch import nn
 
 import encore
 from benchmarks.workloads import tiny
-from captured import captured, drop_gradients, train_step
 from encore.api import compiled_call, estimate_with
 from encore.codecs import CODECS
 from encore.cost import LinkLessons, known_link
@@ -31,10 +30,11 @@ from encore.plan.decisions import Offload
 from encore.plan.planner import Planner, menu
 from encore.schedule import Choice, Encoded, Link, Load, Offloaded, Store, Wait, replay
 from encore.tiers import Disk, slot_file
-from lowerings import fused_is_slow
-from masked import Gated, Pictures
-from small_steps import ByBytes, no_workspace
-from watchdog import watchdog
+from support.captured_graphs import captured, drop_gradients, train_step
+from support.lowerings import fused_is_slow
+from support.mask_models import Gated, Pictures
+from support.random_steps import ByBytes, no_workspace
+from support.watchdog import watchdog
 
 FAST = Link(store=1e-12, load=1e-12, call=1e-9, pace=1.0, depth=64)
 """Nothing beats a disk like this one."""

@@ -16,8 +16,8 @@ from encore.options import make_options
 from encore.plan.budget import choose
 from encore.plan.planner import Planner, menu
 from encore.schedule import replay, simulate
-from optimum import Program
-from small_steps import ByBytes, kept_step, no_workspace
+from support.exact_optimum import Program
+from support.random_steps import ByBytes, kept_step, no_workspace
 
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 0.95)
 """Budgets on the way from the floor to the unplanned peak."""

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 import encore
-from captured import captured
 from encore.plan.plan import Plan, keep_everything
 from encore.plan.planner import Planner
 from encore.plan.search import Search
 from encore.plan.sketch import Outline, Sketch
 from encore.plan.strategies import STRATEGIES
 from encore.schedule import simulate
-from small_steps import ByBytes, kept_step, no_workspace
-from tiny_steps import tiny_step
+from support.captured_graphs import captured
+from support.observed_steps import tiny_step
+from support.random_steps import ByBytes, kept_step, no_workspace
 
 MOST_CHOICES = 11
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 import encore
-from captured import captured, drop_gradients, train_step
 from encore.codecs import CODECS
 from encore.plan import Methods
 from encore.plan.planner import Planner, menu
 from encore.plan.saved import VERSION, GraphPlan, SavedCode
 from encore.plan.search import Search
 from encore.plan.sketch import Sketch
-from masked import Gated, Pictures
-from small_steps import ByBytes, no_workspace
+from support.captured_graphs import captured, drop_gradients, train_step
+from support.mask_models import Gated, Pictures
+from support.random_steps import ByBytes, no_workspace
 
 X = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
 BOXED = 64

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import encore
-from captured import captured, drop_gradients, train_step
 from encore.cost import Workspaces
 from encore.graph import verify_graph
 from encore.schedule import Choice, Stashed, carry_out, replay, schedule_step, simulate
 from encore.schedule.stash import recurrent
+from support.captured_graphs import captured, drop_gradients, train_step
 
 pytestmark = pytest.mark.usefixtures("own_layers")
 

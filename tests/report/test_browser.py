@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-import browsing
 import encore
-from browsing import DESKTOP, PHONE, SMALL_PHONE, find, nothing_went_wrong, resize, shot, texts
 from encore.units import bytes_text
-from tower import tower_plan
+from support import browser as chromium
+from support.browser import DESKTOP, PHONE, SMALL_PHONE, find, nothing_went_wrong, resize, shot, texts
+from support.example_report import tower_plan
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +63,12 @@ def background(browser: Any) -> list[int]:
 
 def test_a_browser_may_be_required(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setenv(browsing.REQUIRED, "1")
+    monkeypatch.setenv(chromium.REQUIRED, "1")
     with pytest.raises(pytest.fail.Exception, match="there is no chromium"):
-        browsing.start_browser(tmp_path)
-    monkeypatch.delenv(browsing.REQUIRED)
+        chromium.start_browser(tmp_path)
+    monkeypatch.delenv(chromium.REQUIRED)
     with pytest.raises(pytest.skip.Exception, match="there is no chromium"):
-        browsing.start_browser(tmp_path)
+        chromium.start_browser(tmp_path)
 
 
 # -- charts ------------------------------------------------------------------------------------------------------------

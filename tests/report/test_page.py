@@ -14,7 +14,7 @@ import encore
 from encore.report.page import MOST_MEMBERS, MOST_ROWS, at_peak, decision_data, page
 from encore.report.profile import LAYERS, STRETCHES, Profile
 from encore.report.report import DecisionRow
-from tower import tower_estimate, tower_plan
+from support.example_report import tower_estimate, tower_plan
 
 LARGEST_PAGE = 1_500_000
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import encore
-from tower import tower_plan
+from support.example_report import tower_plan
 
 
 @pytest.fixture

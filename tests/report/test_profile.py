@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import encore
-from captured import train_step
 from encore.api import compiled_call
 from encore.report.allocations import Allocation, alive_at_peak
 from encore.report.profile import LAYERS, Profile, thinned
 from encore.schedule import Kind
-from tower import tower_plan
+from support.captured_graphs import train_step
+from support.example_report import tower_plan
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from torch import nn
 
 import encore
 from benchmarks.workloads import tiny
-from captured import train_step
 from encore.report.profile import Profile
 from encore.report.report import DecisionRow, GraphRow, Prediction
 from encore.report.table import LISTED_ROWS, common_path, fold
+from support.captured_graphs import train_step
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ from torch.cuda import _memory_viz
 import encore
 from encore.report.allocations import Allocation
 from encore.report.snapshot import snapshot
-from tower import tower_plan
+from support.example_report import tower_plan
 
 VIEWER_READS = {
     "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE",

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import encore
-from captured import captured, captured_graph, drop_gradients, operators, train_step
 from encore.graph import OpClass, verify_graph
 from encore.measurements import MachineCache
 from encore.rewrite import Judge
 from encore.rewrite.attentions import find_attentions
 from encore.rnn import dot
 from encore.schedule import replay
-from one_pass import all_but, checked, gradients
-from rounding import assert_gradients_as_accurate
+from support.captured_graphs import captured, captured_graph, drop_gradients, operators, train_step
+from support.rounding import assert_gradients_as_accurate
+from support.single_pass import all_but, checked, gradients
 
 FORWARD, BACKWARD = torch.ops.encore.dot_attention, torch.ops.encore.dot_attention_backward
 OTHERS = all_but("block_attention")

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from captured import captured_graph, operators
 from encore.rewrite.heads import Gathered, RowByRow, Summed, find_heads
 from encore.rewrite.narrow_indices import narrow_indices
 from encore.rewrite.split_head import split_head
-from heads import DECLINED, FORMS, WIDTH, Net, batch, causal, entropy
+from support.captured_graphs import captured_graph, operators
+from support.head_models import DECLINED, FORMS, WIDTH, Net, batch, causal, entropy
 
 aten = torch.ops.aten
 

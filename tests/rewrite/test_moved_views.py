@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import encore
-from captured import captured, drop_gradients, train_step
 from encore.errors import IllegalGraphError
 from encore.graph import Graph, OpClass, verify_graph
 from encore.graph.values import Ref
 from encore.rewrite import PASSES, Judge
 from encore.rewrite.edit import Editor
-from one_pass import gradients
+from support.captured_graphs import captured, drop_gradients, train_step
+from support.single_pass import gradients
 
 
 @pytest.fixture(autouse=True)

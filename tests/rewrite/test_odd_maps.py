@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import encore
-from captured import captured
 from encore.cost.density import planned_density
 from encore.graph import Op
 from encore.rewrite.scorings import find_scorings
 from encore.schedule import Run
-from rounding import assert_gradients_as_accurate
+from support.captured_graphs import captured
+from support.rounding import assert_gradients_as_accurate
 
 A_LITTLE = 1e-6
 """An overhead that keeping everything does not use up: the passes run, and hardly anything is computed again."""

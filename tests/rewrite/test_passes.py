@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import encore
-from captured import captured, drop_gradients, operators, train_step
 from encore.api import compiled_call
 from encore.compiler import CapturedGraph
 from encore.errors import OptionError
@@ -20,7 +19,8 @@ from encore.graph import verify_graph
 from encore.options import FUSED_PASSES
 from encore.rewrite import PASSES, Judge, rewrite
 from encore.schedule import replay
-from rounding import assert_as_accurate
+from support.captured_graphs import captured, drop_gradients, operators, train_step
+from support.rounding import assert_as_accurate
 
 aten = torch.ops.aten
 VERDICTS = ("transposed_pays", "stacking_pays", "stacking_gradients_pays", "merging_pays", "channels_last_pays")

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import encore
-from captured import captured, drop_gradients, train_step
 from encore.compiler import CapturedGraph
 from encore.graph import Graph, Value, verify_graph
 from encore.rewrite.postpone_gradients import FEW, postpone_gradients
 from encore.schedule import replay
-from one_pass import all_but, checked
+from support.captured_graphs import captured, drop_gradients, train_step
+from support.single_pass import all_but, checked
 
 ALONE = all_but("postpone_gradients")
 A_LITTLE = 1e-6

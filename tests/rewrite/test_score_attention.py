@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import encore
 from benchmarks.workloads import nmt
-from captured import captured, captured_graph, operators
 from encore.compiler import CapturedGraph
 from encore.rewrite import Judge
 from encore.rewrite.scorings import find_scorings
 from encore.schedule import Run
-from one_pass import all_but, checked
+from support.captured_graphs import captured, captured_graph, operators
+from support.single_pass import all_but, checked
 
 SCORES, BACKWARD = torch.ops.encore.additive_scores, torch.ops.encore.additive_scores_backward
 OTHERS = all_but("score_attention")

@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import encore
-from captured import captured, operators
 from encore.api import compiled_call
 from encore.compiler import CapturedGraph
 from encore.graph import verify_graph
@@ -30,7 +29,8 @@ from encore.rewrite.read_kept import read_kept
 from encore.rewrite.sign_bits import sign_bits
 from encore.rewrite.split_convolutions import split_convolutions
 from encore.schedule import Run, replay
-from rounding import assert_all_as_accurate
+from support.captured_graphs import captured, operators
+from support.rounding import assert_all_as_accurate
 
 aten, own = torch.ops.aten, torch.ops.encore
 Function = Callable[[torch.Tensor], torch.Tensor]

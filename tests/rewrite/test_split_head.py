@@ -12,9 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import encore
-from against_eager import SEED, Tensors, cotangent, in_double, run_step
 from benchmarks.workloads import tiny
-from captured import captured_graph, drop_gradients, operators
 from encore.api import compiled_call
 from encore.compiler import backend
 from encore.graph import Graph, build_graph, verify_graph
@@ -22,8 +20,10 @@ from encore.lower import lower
 from encore.rewrite.fold_additions import fold_additions
 from encore.rewrite.split_head import split_head
 from encore.schedule import Run, replay, schedule_step, simulate
-from heads import BATCH, FORMS, RETURNED, STEPS, WIDTH, WORDS, Net, Tied, batch, entropy
-from rounding import assert_as_accurate, assert_close, assert_named_as_accurate
+from support.captured_graphs import captured_graph, drop_gradients, operators
+from support.compare_with_eager import SEED, Tensors, cotangent, in_double, run_step
+from support.head_models import BATCH, FORMS, RETURNED, STEPS, WIDTH, WORDS, Net, Tied, batch, entropy
+from support.rounding import assert_as_accurate, assert_close, assert_named_as_accurate
 
 aten = torch.ops.aten
 

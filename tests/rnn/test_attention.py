@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import encore
-from captured import train_step
-from recurrent import assert_as_torch, everything
-from rounding import assert_as_accurate, assert_close, assert_gradients_as_accurate
+from support.captured_graphs import train_step
+from support.recurrent_pairs import assert_as_torch, everything
+from support.rounding import assert_as_accurate, assert_close, assert_gradients_as_accurate
 
 pytestmark = pytest.mark.usefixtures("own_layers")
 

@@ -22,8 +22,8 @@ from torch._subclasses import FakeTensorMode
 import encore
 from encore.cost.measure import measure_cpu
 from encore.rnn import WORKSPACES, scores, scores_native, scores_plain
-from rounding import FACTOR, assert_all_as_accurate, assert_as_accurate
-from scoring import by_formula, gradients, operands
+from support.attention_inputs import by_formula, gradients, operands
+from support.rounding import FACTOR, assert_all_as_accurate, assert_as_accurate
 
 pytestmark = pytest.mark.usefixtures("own_layers")
 

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import encore
 from encore.rnn import modules
-from recurrent import KINDS, assert_as_torch, both_kernels, kernels, pair, run
+from support.recurrent_pairs import KINDS, assert_as_torch, both_kernels, kernels, pair, run
 
 pytestmark = pytest.mark.usefixtures("own_layers")
 

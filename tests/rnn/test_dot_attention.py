@@ -13,7 +13,7 @@ from torch import Tensor
 import encore
 from encore.errors import OptionError
 from encore.rnn import WORKSPACES, dot, reference
-from rounding import assert_all_as_accurate, doubled
+from support.rounding import assert_all_as_accurate, doubled
 
 pytestmark = pytest.mark.usefixtures("own_layers")
 

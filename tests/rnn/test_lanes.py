@@ -14,7 +14,7 @@ import encore
 from encore.rnn import layer, tuning
 from encore.rnn.lanes import TwoLanes
 from encore.rnn.tuning import Layout
-from recurrent import KINDS
+from support.recurrent_pairs import KINDS
 
 pytestmark = pytest.mark.usefixtures("own_layers")
 

@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 import encore
 from encore.rnn import native, plain, tuning
 from encore.rnn.tuning import Layout
-from recurrent import KINDS, assert_as_torch, both_kernels, everything, kernels, pair
-from rounding import assert_all_as_accurate
+from support.recurrent_pairs import KINDS, assert_as_torch, both_kernels, everything, kernels, pair
+from support.rounding import assert_all_as_accurate
 
 pytestmark = pytest.mark.usefixtures("own_layers")
 

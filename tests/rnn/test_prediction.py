@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import encore
-from recurrent import KINDS
-from rounding import assert_gradients_as_accurate
+from support.recurrent_pairs import KINDS
+from support.rounding import assert_gradients_as_accurate
 
 pytestmark = pytest.mark.usefixtures("own_layers")
 

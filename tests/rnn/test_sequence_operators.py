@@ -14,8 +14,8 @@ from torch._subclasses import FakeTensorMode
 
 import encore
 from encore.rnn import WORKSPACES, native, plain
-from recurrent import KINDS, Workspace, assert_as_torch, both_kernels, everything, kernels, pair
-from rounding import assert_close
+from support.recurrent_pairs import KINDS, Workspace, assert_as_torch, both_kernels, everything, kernels, pair
+from support.rounding import assert_close
 
 pytestmark = pytest.mark.usefixtures("own_layers")
 

@@ -22,8 +22,8 @@ from encore.measurements import machine_cache
 from encore.rnn import native, tuning
 from encore.rnn.products import NarrowProduct, has_prepacked
 from encore.rnn.tuning import Layout, Size
-from recurrent import KINDS, Workspace, both_kernels, everything, in_double, kernels, pair
-from rounding import assert_all_as_accurate, assert_as_accurate
+from support.recurrent_pairs import KINDS, Workspace, both_kernels, everything, in_double, kernels, pair
+from support.rounding import assert_all_as_accurate, assert_as_accurate
 
 pytestmark = pytest.mark.usefixtures("own_layers")
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from captured import captured, operators
 from encore.codecs import CODECS
 from encore.graph import Graph, OpClass, verify_graph
 from encore.lower import lower
 from encore.plan.stand_ins import code_bytes
 from encore.schedule import Choice, Encoded, Fused, Kind, Run, carry_out, fuse, replay, schedule_step, simulate
 from encore.schedule.recompute import owned, recomputable
-from masked import Gated, Pictures
+from support.captured_graphs import captured, operators
+from support.mask_models import Gated, Pictures
 
 encode_bits, decode_bits = torch.ops.encore.encode_bits, torch.ops.encore.decode_bits
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from captured import captured, named
 from encore.errors import IllegalGraphError
 from encore.schedule import Action, Free, Fused, Fusion, Run, Schedule, fuse, replay, simulate
 from encore.schedule.fusion import MOST_OPERANDS, _Grouping
+from support.captured_graphs import captured, named
 
 
 def schedule_of(function: Callable[..., Any], *args: Any) -> Schedule:

@@ -7,8 +7,8 @@ import pytest
 
 from encore.schedule import Fused, Run
 from encore.schedule.simulate import Moment
-from every_workload import workloads_lowered
-from tiny_steps import TinyStep, tiny_step
+from support.observed_steps import TinyStep, tiny_step
+from support.workload_cases import workloads_lowered
 
 in_each_lowering = workloads_lowered(eager=("lm", "speech", "transformer"), fused=("speech",))
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import encore
-from captured import captured, drop_gradients, named, operators, train_step
 from encore.graph import Graph, OpClass, verify_graph
 from encore.lower import lower
 from encore.schedule import replay, schedule_step, simulate
 from encore.schedule.recompute import recomputable, recompute
-from rounding import assert_close, assert_gradients_as_accurate
+from support.captured_graphs import captured, drop_gradients, named, operators, train_step
+from support.rounding import assert_close, assert_gradients_as_accurate
 
 aten = torch.ops.aten
 

@@ -16,8 +16,8 @@ from encore.errors import IllegalGraphError
 from encore.graph import Graph, Op, OpClass, Role, Storage, Value, verify_graph
 from encore.graph.values import Ref
 from encore.schedule import Action, Free, Run, Schedule, replay, schedule_step, simulate
-from every_workload import workloads_lowered
-from tiny_steps import tiny_step
+from support.observed_steps import tiny_step
+from support.workload_cases import workloads_lowered
 
 in_each_lowering = workloads_lowered(eager=("lm", "speech", "transformer"), fused=("speech",))
 

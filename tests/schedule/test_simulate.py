@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import encore
-from captured import Perceptron, captured
 from encore.api import compiled_call
 from encore.plan import Plan
 from encore.schedule import Kind, Run, Schedule, alive_at_worst, changes, replay, simulate
-from every_workload import workloads_lowered
-from tiny_steps import tiny_step
+from support.captured_graphs import Perceptron, captured
+from support.observed_steps import tiny_step
+from support.workload_cases import workloads_lowered
 
 in_each_lowering = workloads_lowered(eager=("lm", "speech", "transformer"), fused=("speech",))
 

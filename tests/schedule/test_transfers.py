@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from captured import captured
 from encore.codecs import CODECS
 from encore.errors import IllegalGraphError
 from encore.graph import Graph, Op, OpClass, Role, Storage, Value, verify_graph
@@ -46,7 +45,8 @@ from encore.schedule import (
 from encore.schedule.recompute import owned, recomputable
 from encore.schedule.transfers import Transfer, place_loads, place_stores
 from encore.tiers import Disk
-from masked import Gated, Pictures
+from support.captured_graphs import captured
+from support.mask_models import Gated, Pictures
 
 SLOW = Link(store=1e-8, load=2e-8, call=1e-5, pace=0.9, depth=8)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from left_to_pytorch import DIFFERENT_BITS, NOTHING, REFUSED
-from sweeping import Outcome, Sample, databases, module_samples, operator_samples, try_sample
+from support.pytorch_exceptions import DIFFERENT_BITS, NOTHING, REFUSED
+from support.pytorch_samples import Outcome, Sample, databases, module_samples, operator_samples, try_sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 SAMPLES = 2

@@ -14,7 +14,7 @@ import torch
 
 from encore.errors import EncoreError, TierError
 from encore.tiers import Disk, Host, Parcel, Tier, limits, slot_file
-from watchdog import watchdog
+from support.watchdog import watchdog
 
 Fault = Callable[..., Any]
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from against_eager import assert_matches_eager
 from benchmarks.workloads import NAMED_SIZES, TINY_SIZES, WORKLOADS, build, resnet, tiny
 from encore.errors import OptionError
-from every_workload import FIVE
+from support.compare_with_eager import assert_matches_eager
+from support.workload_cases import FIVE
 
 every_workload = pytest.mark.parametrize("name", sorted(WORKLOADS))
 captured_whole = pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from captured import captured_graph, operators
-from dropped import backward_asks_for, kept_bytes, workload_graph
 from encore.graph import Graph, Op, OpClass, Value
 from encore.graph.values import map_refs
 from encore.lower.calls import callable_for
 from encore.plan.strategies import STRATEGIES, block_boundaries
 from encore.schedule.order import order_backward
-from every_workload import FIVE
+from support.captured_graphs import captured_graph, operators
+from support.recompute_reference import backward_asks_for, kept_bytes, workload_graph
+from support.workload_cases import FIVE
 from test_random_networks import Drawn, examples, networks
 
 aten, SLOW = torch.ops.aten, pytest.mark.slow

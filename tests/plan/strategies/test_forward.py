@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from captured import captured_graph, operators
 from encore.graph import OpClass
 from encore.plan.strategies import STRATEGIES, Forward
+from support.captured_graphs import captured_graph, operators
 
 aten = torch.ops.aten
 

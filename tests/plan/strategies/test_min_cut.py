@@ -8,12 +8,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drawing import Drawing
-from dropped import kept_bytes
 from encore.graph import Graph, verify_graph
 from encore.plan.strategies import STRATEGIES, Forward, echo, min_cut, mirror
 from encore.plan.strategies.max_flow import Network
 from encore.plan.strategies.min_cut import recomputable_values
+from support.hand_made_graphs import Drawing
+from support.recompute_reference import kept_bytes
 
 Drawn = tuple[bool, bool, list[int], int, bool]
 """Of an operator: is it cheap, is it read through a view, how far back its operands lie, its bytes, is it needed?"""

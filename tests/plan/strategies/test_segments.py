@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from captured import captured_graph
-from drawing import Drawing
-from dropped import backward_asks_for, kept_bytes, names, workload_graph
 from encore.graph import Graph
 from encore.plan.strategies import Forward, block_boundaries, blocks, chen
 from encore.plan.strategies.blocks import crossing_bytes, longest_runs
 from encore.plan.strategies.chen import chen_cuts
+from support.captured_graphs import captured_graph
+from support.hand_made_graphs import Drawing
+from support.recompute_reference import backward_asks_for, kept_bytes, names, workload_graph
 
 FLOAT = 4
 

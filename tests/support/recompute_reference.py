@@ -6,8 +6,8 @@ import functools
 from collections.abc import Collection
 
 from benchmarks.workloads import tiny
-from captured import captured_graph
 from encore.graph import Graph, OpClass
+from support.captured_graphs import captured_graph
 
 
 @functools.cache

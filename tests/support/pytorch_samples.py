@@ -24,9 +24,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import _pytree as pytree
 
 import encore
-from against_eager import same_bits
 from encore.api import compiled_call
-from rounding import FACTOR, SMALLEST, ULPS, largest
+from support.compare_with_eager import same_bits
+from support.rounding import FACTOR, SMALLEST, ULPS, largest
 
 SEED = 11
 STEPS = 2

@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import encore
-from captured import gradients_for_all_outputs
 from encore.api import compiled_call
 from encore.compiler import Session
 from encore.schedule import replay
-from rounding import assert_as_accurate, assert_close, largest
+from support.captured_graphs import gradients_for_all_outputs
+from support.rounding import assert_as_accurate, assert_close, largest
 
 Tensors = dict[str, torch.Tensor]
 SEED = 7

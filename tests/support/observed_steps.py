@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 import encore
 import encore.lower.codegen
-from against_eager import in_double, run_step
 from benchmarks.workloads import tiny
 from encore.api import compiled_call
 from encore.cost.allocator import AllocatorEvents
@@ -28,6 +27,7 @@ from encore.lower import Lowered
 from encore.lower.kernels import CompiledKernel
 from encore.plan import Plan
 from encore.schedule import Schedule
+from support.compare_with_eager import in_double, run_step
 
 BEGIN, END = 1_000_003, 1_000_033
 

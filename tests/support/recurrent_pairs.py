@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import encore
 from encore.cost.measure import measure_cpu
 from encore.rnn import WORKSPACES, layer, native, plain
-from rounding import assert_all_as_accurate, doubled
+from support.rounding import assert_all_as_accurate, doubled
 
 KINDS = ("LSTM", "GRU", "RNN")
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import encore
-from captured import captured, drop_gradients, train_step
 from encore.compiler import CapturedGraph
 from encore.graph import verify_graph
 from encore.options import FUSED_PASSES
 from encore.schedule import replay
+from support.captured_graphs import captured, drop_gradients, train_step
 
 
 def all_but(name: str) -> tuple[str, ...]:

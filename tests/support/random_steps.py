@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from captured import captured
 from encore.graph import Graph, Op, OpClass
 from encore.plan.plan import Plan, keep_everything
 from encore.schedule import Fused
+from support.captured_graphs import captured
 
 
 class ByBytes:

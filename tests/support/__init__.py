@@ -1,0 +1,1 @@
+"""What tests share: oracles, models, graphs, and ways to look at a step. Nothing here is a test."""
