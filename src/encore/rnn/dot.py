@@ -44,11 +44,11 @@ WORKSPACE = 1 << 20
 """Bytes of scores that are made at once: about what a core's second cache holds."""
 TYPES = (torch.float32, torch.float64)
 """Narrower ones would be multiplied by oneDNN, which copies operands into layouts of its own."""
-Gradients = tuple[Tensor, Tensor, Tensor]
+DotGradients = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Operands:
+class DotOperands:
     """What both operators take, checked: `[B, H, Tq, D]`, `[B, H, D, Tk]` and `[B, H, Tk, E]`."""
 
     query: Tensor
@@ -89,7 +89,7 @@ class Operands:
     def result(self) -> tuple[int, int, int, int]:
         return *self.shape[:3], self.values.shape[3]
 
-    def laid_out(self) -> Operands:
+    def laid_out(self) -> DotOperands:
         """With masks spread out, heads of all sequences in one row where that takes no copies, and matrices laid out as
         products read them."""
         query, keys, values = (_as_matrices(tensor) for tensor in (self.query, self.keys, self.values))
@@ -100,7 +100,7 @@ class Operands:
             query, keys, values = (tensor.flatten(0, 1)[None] for tensor in (query, keys, values))
             added, hidden, kept = ([mask.flatten(0, 1)[None] for mask in masks] for masks in (added, hidden, kept))
         coins = kept[0] if kept else None
-        return Operands(query, keys, values, added, hidden, self.fills, self.scale, coins, self.factor)
+        return DotOperands(query, keys, values, added, hidden, self.fills, self.scale, coins, self.factor)
 
     def block(self) -> tuple[int, int]:
         """How many heads, and how many queries of each, go through the workspace at once."""
@@ -151,7 +151,7 @@ def _heads_in_a_row(tensor: Tensor) -> bool:
     return batch == 1 or heads == 1 or tensor.stride(0) == heads * tensor.stride(1)
 
 
-def _is_empty(operands: Operands) -> bool:
+def _is_empty(operands: DotOperands) -> bool:
     return 0 in (*operands.shape, operands.query.shape[3], operands.values.shape[3])
 
 
@@ -160,7 +160,7 @@ def _is_empty(operands: Operands) -> bool:
 
 def dot_attention(*args: Any) -> Tensor:
     """Means of the values under the softmax of the scores."""
-    operands = Operands(*args)
+    operands = DotOperands(*args)
     result = operands.query.new_empty(operands.result)
     if _is_empty(operands):
         return result.zero_()
@@ -179,28 +179,28 @@ def dot_attention(*args: Any) -> Tensor:
     return result
 
 
-def _workspaces(operands: Operands, count: int) -> list[Tensor]:
+def _workspaces(operands: DotOperands, count: int) -> list[Tensor]:
     heads, queries = operands.block()
     size = heads * queries * operands.shape[3]
     return [operands.query.new_empty(size) for _ in range(count + (operands.kept is not None))]
 
 
-def _part(room: Tensor, query: Tensor, operands: Operands) -> Tensor:
+def _part(room: Tensor, query: Tensor, operands: DotOperands) -> Tensor:
     shape = (*query.shape[:2], operands.shape[3])
     return room[: math.prod(shape)].view(shape)
 
 
 def _fake_forward(*args: Any) -> Tensor:
-    operands = Operands(*args)
+    operands = DotOperands(*args)
     return operands.query.new_empty(operands.result)
 
 
 def forward_workspace(*args: Any) -> int:
     """Bytes that `dot_attention` of these arguments takes aside and gives back."""
-    return _aside(Operands(*args), 1)
+    return _aside(DotOperands(*args), 1)
 
 
-def _aside(operands: Operands, count: int) -> int:
+def _aside(operands: DotOperands, count: int) -> int:
     if _is_empty(operands):
         return 0
     copied = [one for one in (operands.query, operands.keys, operands.values) if not _reads_in_place(one)]
@@ -212,8 +212,8 @@ def _aside(operands: Operands, count: int) -> int:
 # ---- backward ------------------------------------------------------------------------------------------------------
 
 
-def dot_attention_backward(grad: Tensor, *args: Any) -> Gradients:
-    """Gradients of query, keys and values; empty ones where they are not needed."""
+def dot_attention_backward(grad: Tensor, *args: Any) -> DotGradients:
+    """DotGradients of query, keys and values; empty ones where they are not needed."""
     operands = _checked(grad, *args)
     need = args[9:]
     results = _gradients(operands, *need)
@@ -262,8 +262,8 @@ def dot_attention_backward(grad: Tensor, *args: Any) -> Gradients:
     return results
 
 
-def _checked(grad: Tensor, *args: Any) -> Operands:
-    operands = Operands(*args[:9])
+def _checked(grad: Tensor, *args: Any) -> DotOperands:
+    operands = DotOperands(*args[:9])
     if tuple(grad.shape) != operands.result or grad.dtype != operands.query.dtype:
         raise OptionError(
             f"the gradient of this attention is {operands.result} in {operands.query.dtype}; "
@@ -272,7 +272,7 @@ def _checked(grad: Tensor, *args: Any) -> Operands:
     return operands
 
 
-def _gradients(operands: Operands, *need: bool) -> Gradients:
+def _gradients(operands: DotOperands, *need: bool) -> DotGradients:
     given = (operands.query, operands.keys, operands.values)
     query, keys, values = (
         one.new_empty(one.shape if needed else (0,)) for one, needed in zip(given, need, strict=True)
@@ -280,7 +280,7 @@ def _gradients(operands: Operands, *need: bool) -> Gradients:
     return query, keys, values
 
 
-def _fake_backward(grad: Tensor, *args: Any) -> Gradients:
+def _fake_backward(grad: Tensor, *args: Any) -> DotGradients:
     return _gradients(_checked(grad, *args), *args[9:])
 
 

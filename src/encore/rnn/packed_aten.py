@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import _C, Tensor
+from torch import Tensor
 
 from encore.rnn.packing import rows_of
 from encore.rnn.registry import MADE_UP, define
 from encore.rnn.sequence import made_up_sizes
+from encore.rnn.torch_private import recording_autograd
 
 ONE_WAY = "Tensor{0} w_ih{1}, Tensor{0} w_hh{1}, Tensor? b_ih{1}, Tensor? b_hh{1}, Tensor? w_hr{1}"
 OPERANDS = f"Tensor x, Tensor h0, Tensor? c0, {ONE_WAY.format('', '')}, {ONE_WAY.format('?', '_reverse')}"
@@ -56,7 +57,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     grads, given, needs = args[:3], args[3 : 3 + TAKEN], args[-1]
-    with _autograd(), torch.enable_grad():
+    with recording_autograd(), torch.enable_grad():
         leaves = [
             tensor if tensor is None else tensor.detach().requires_grad_(need)
             for tensor, need in zip(given[:TENSORS], needs, strict=True)
@@ -74,14 +75,6 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
         next(found) if leaf is not None and need else given[0].new_empty(0)
         for leaf, need in zip(leaves, needs, strict=True)
     )
-
-
-def _autograd() -> Any:
-    """Operators called inside record what autograd needs, although a kernel runs below autograd."""
-    excluded = _C._dispatch_tls_local_exclude_set()
-    for key in (_C.DispatchKey.AutogradOther, _C.DispatchKey.AutogradFunctionality):
-        excluded = excluded.remove(key)
-    return _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded)
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, ...]:

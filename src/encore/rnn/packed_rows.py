@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 from encore.errors import OperandError
+from encore.rnn.torch_private import APPLY, layer_function, pytree
 
 LAYERS = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
 """PyTorch's functions for recurrent layers, and how many states they have."""
-APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-"""What runs a `torch.autograd.Function`."""
 DEPENDS_ON_DATA = "encore: packed rows are read directly, and their number depends on data"
 
 
@@ -178,7 +176,7 @@ def run_on_rows(function: Any, args: Any, kwargs: Any) -> Any:
     the rows alone."""
     if torch.compiler.is_compiling():
         for name in LAYERS:
-            if function is getattr(torch._VF, name) and _are_in_a_block(args):
+            if function is layer_function(name) and _are_in_a_block(args):
                 return _run_layers(name, *args)
     return _outside(_run_on_tensors, function, args, kwargs)
 

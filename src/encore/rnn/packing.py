@@ -20,6 +20,7 @@ from torch import Tensor
 from encore.errors import OperandError
 from encore.rnn.registry import MADE_UP, WORKSPACES, define
 from encore.rnn.sequence import made_up_sizes
+from encore.rnn.torch_private import check_packed_lengths
 
 _library = torch.library.Library("encore", "FRAGMENT")
 
@@ -55,7 +56,7 @@ def _batch_sizes(lengths: Tensor, steps: int) -> Tensor:
     found: list[int] = lengths.tolist()
     falling = all(before >= after for before, after in itertools.pairwise(found))
     if not found or not falling or found[-1] < 1 or found[0] > steps:
-        torch._pack_padded_sequence(torch.zeros(1).expand(steps, len(found)), lengths, False)
+        check_packed_lengths(lengths, steps)
         raise OperandError(f"lengths must fall from at most {steps} to at least 1; got {found[:8]}")
     return (lengths.unsqueeze(0) > torch.arange(steps).unsqueeze(1)).sum(1)
 

@@ -46,6 +46,15 @@ class Chunk:
     def rows(self) -> int:
         return self.last - self.first
 
+    @property
+    def in_memory(self) -> slice:
+        """Its rows."""
+        return slice(self.first, self.last)
+
+    def within(self, chunk: Chunk) -> slice:
+        """Its rows, counted from the first of a chunk that it is a part of."""
+        return slice(self.first - chunk.first, self.last - chunk.first)
+
 
 @dataclass(frozen=True, slots=True)
 class Walk:
