@@ -4,15 +4,14 @@
     result = noise * softmax(scores) @ values,  noise being `factor` where dropout has `kept` a weight, 0 elsewhere
 
 Vaswani et al. 2017. Query, keys and values have B x H x T x D numbers, scores and their softmax B x H x Tq x Tk each;
-written out, PyTorch makes two or three such tensors and keeps one or two for backward. Here some heads at a time go
+written out, PyTorch computes two or three such tensors and keeps one or two for backward. Here some heads at a time go
 through a workspace, forward and once more backward ("partial forward propagation" in EcoRNN, Zheng et al. 2018), by the
 very operators that the formula is written in: rows that are hidden altogether, fills that are finite and infinite ones
 come out as they would. Where one head is larger than the workspace, it goes through some queries at a time, and the
 gradients of keys and values are added up: that is all that is rounded otherwise.
 
 `F.scaled_dot_product_attention` does this with a running softmax, which is faster for long sequences, keeps the result
-and a number a row besides, and has its own idea of rows that are hidden altogether. A model that calls it is left as it
-is.
+and a number a row, and treats fully masked rows differently. A model that calls it is not changed.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ BACKWARD = (
     "(Tensor query, Tensor keys, Tensor values)"
 )
 WORKSPACE = 1 << 20
-"""Bytes of scores that are made at once: about what a core's second cache holds."""
+"""Bytes of scores that are computed at once: about the size of a core's second cache."""
 TYPES = (torch.float32, torch.float64)
-"""Narrower ones would be multiplied by oneDNN, which copies operands into layouts of its own."""
+"""oneDNN would multiply narrower ones, and copy operands into layouts of its own."""
 DotGradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -74,7 +73,7 @@ class DotOperands:
             if tensor.dtype not in TYPES or tensor.dtype != query.dtype or tensor.device != query.device:
                 raise OptionError("attention is computed in float32 or float64, of one type and on one device")
         if len(self.hidden) != len(self.fills) or any(mask.dtype != torch.bool for mask in self.hidden):
-            raise OptionError("every mask of what is hidden must be boolean, and have a number that is filled in")
+            raise OptionError("every mask of hidden scores must be boolean, and have a fill value")
         if self.kept is None and self.factor != 1:
             raise OptionError(f"a factor belongs to weights that are dropped; got {self.factor} and no mask")
         if self.kept is not None and (self.kept.dtype != torch.bool or tuple(self.kept.shape) != self.shape):
@@ -123,7 +122,7 @@ class DotOperands:
                     )
 
     def fill_in(self, scores: Tensor, where: tuple[int, slice, slice]) -> None:
-        """Scores of a block become what is attended with, where they lie."""
+        """Turn the scores of a block into weights, in place."""
         for mask in self.added:
             scores.add_(mask[where])
         for mask, fill in zip(self.hidden, self.fills, strict=True):
@@ -196,11 +195,11 @@ def _fake_forward(*args: Any) -> Tensor:
 
 
 def forward_workspace(*args: Any) -> int:
-    """Bytes that `dot_attention` of these arguments takes aside and gives back."""
-    return _aside(DotOperands(*args), 1)
+    """The workspace of `dot_attention` with these arguments, in bytes."""
+    return _workspace_bytes(DotOperands(*args), 1)
 
 
-def _aside(operands: DotOperands, count: int) -> int:
+def _workspace_bytes(operands: DotOperands, count: int) -> int:
     if _is_empty(operands):
         return 0
     copied = [one for one in (operands.query, operands.keys, operands.values) if not _reads_in_place(one)]
@@ -213,7 +212,7 @@ def _aside(operands: DotOperands, count: int) -> int:
 
 
 def dot_attention_backward(grad: Tensor, *args: Any) -> DotGradients:
-    """DotGradients of query, keys and values; empty ones where they are not needed."""
+    """DotGradients of query, keys and values; empty ones if they are not needed."""
     operands = _checked(grad, *args)
     need = args[9:]
     results = _gradients(operands, *need)
@@ -285,13 +284,13 @@ def _fake_backward(grad: Tensor, *args: Any) -> DotGradients:
 
 
 def backward_workspace(grad: Tensor, *args: Any) -> int:
-    """Bytes that `dot_attention_backward` of these arguments takes aside and gives back."""
+    """The workspace of `dot_attention_backward` with these arguments, in bytes."""
     operands = _checked(grad, *args)
     if not any(args[9:]):
         return 0
     flat = operands.laid_out().shape[:2] != operands.shape[:2]
     copied = not _reads_in_place(grad) or (flat and not _heads_in_a_row(grad))
-    return _aside(operands, 2 if any(args[9:11]) else 1) + copied * grad.numel() * grad.element_size()
+    return _workspace_bytes(operands, 2 if any(args[9:11]) else 1) + copied * grad.numel() * grad.element_size()
 
 
 # ---- autograd ------------------------------------------------------------------------------------------------------
@@ -332,7 +331,7 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _differentiate_again(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """By way of the formula itself: right, but large."""
+    """By way of the formula itself: correct, but large."""
     grad, query, keys, values, *rest = _restored(ctx)
     formula = functools.partial(reference.dot_attention, *rest)
     found = reference.differentiate_twice(formula, [grad], [query, keys, values], None, grads, (0, 1, 2))

@@ -1,9 +1,9 @@
 """PyTorch's own recurrent layers on a block of packed rows, as one operator with a derivative.
 
 What ATen runs for a packed batch depends on its lengths, step by step, and cannot be captured. So one layer, in one
-direction or both, is an operator: forward runs ATen's on the rows that are there and keeps nothing; backward runs it
-once more, for autograd, and gives ATen's gradients bit for bit. The eager lowering uses it, and the fused one where
-Encore's layers do not compute (`capture/recurrent.py`).
+direction or both, is an operator: forward runs ATen's on the rows of sequences and keeps nothing; backward runs it a
+second time, for autograd, and returns ATen's gradients bit for bit. The eager lowering uses it, and the fused one if
+Encore's layers do not support a call (`capture/recurrent.py`).
 """
 
 from __future__ import annotations

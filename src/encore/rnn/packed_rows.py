@@ -37,11 +37,11 @@ def _sizes_reached(numbers: Tensor) -> Tensor:
 
 
 def _rows_there(rows: PackedRows) -> Tensor:
-    """The tensor that stands for the rows from its first reading on: hooks and in-place writes belong to it."""
+    """The tensor of the rows, the same for every reader, so that hooks and in-place writes on it last."""
     _check_not_a_constant(rows)
     if rows.read is not None:
         return rows.read
-    with torch.enable_grad():  # whoever reads it first without gradients leaves them to those who follow
+    with torch.enable_grad():  # the first reader may have disabled gradients that a later one needs
         found = rows.block[: int(rows.numbers.sum())]
     if not torch.is_inference_mode_enabled():
         rows.read = found
@@ -111,7 +111,7 @@ class PackedRows:
         self.source = source
         self.numbers = numbers
         self.padded = padded
-        """Is the source a padded batch, not yet in the given order?"""
+        """Whether the source is a padded batch, not yet in the given order."""
         self.batch_first = batch_first
         self.order = order
         self.read: Tensor | None = None

@@ -1,7 +1,7 @@
 """Packed sequences whose shapes do not depend on data: rows of a packed batch in a block as large as the padded one.
 
 `pack_padded_sequence` gives as many rows as the lengths add up to, so that every batch has shapes of its own. Here the
-rows lie in a **block** of T * B rows, step after step as in a `PackedSequence`; rows behind the last one are zero.
+rows lie in a **block** of T * B rows, step after step as in a `PackedSequence`; rows after the last one are zero.
 `batch_sizes` has T numbers, 0 for steps that no sequence reaches. Shapes depend on T and B alone. The recurrent
 operators (`cell.py`) read and write such blocks; a dropout in between draws for the rows that are there.
 

@@ -1,7 +1,6 @@
-"""Additive attention's scores and their gradients on GPUs: the same functions as `scores_native.py`, by
-`kernels/gpu/scores.py`.
+"""Additive attention's scores and their gradients on GPUs, by `kernels/gpu/scores.py`.
 
-Taken aside: partial sums of the weights' gradients, at most `GROUPS` rows for each of four, and with a LayerNorm four
+The workspace: partial sums of the weights' gradients, at most `GROUPS` rows for each of four, and with a LayerNorm four
 numbers a score. ScoreOperands whose rows are not contiguous are copied first.
 """
 
@@ -22,13 +21,13 @@ GROUPS = 256
 
 
 def forward_bytes(operands: ScoreOperands) -> int:
-    """What `forward` takes aside: copies of operands that are not contiguous."""
+    """Copies of operands whose rows are not contiguous."""
     vectors = operands.weight, operands.bias, operands.norm_weight, operands.norm_bias
     return sum(_copied(each) for each in (operands.query, operands.keys, *vectors))
 
 
 def backward_bytes(operands: ScoreOperands) -> int:
-    """A bound on what `backward` takes aside."""
+    """Those copies, the moments of a LayerNorm, and partial sums."""
     moments = 0 if operands.eps is None else 4 * _scores(operands)
     partial = (4 * _groups(operands) + 1) * operands.hidden
     copies = forward_bytes(operands) + _scores(operands) * operands.query.element_size()
@@ -36,7 +35,6 @@ def backward_bytes(operands: ScoreOperands) -> int:
 
 
 def forward(operands: ScoreOperands, result: Tensor) -> None:
-    """Fill `result`, which is contiguous."""
     given = query, keys, *_ = _operands(operands)
     batch, queries, count = operands.shape
     tile = tile_for(operands.hidden)
@@ -49,7 +47,6 @@ def forward(operands: ScoreOperands, result: Tensor) -> None:
 
 
 def backward(operands: ScoreOperands, grad: Tensor, results: ScoreGradients, add_keys: bool) -> None:
-    """Fill `results`, of which those that are not needed are empty; `add_keys` adds to the first one's contents."""
     given = query, keys, *_ = _operands(operands)
     batch, queries, count = operands.shape
     grad = grad if grad.stride(2) == 1 else grad.contiguous()

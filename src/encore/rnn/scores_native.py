@@ -1,7 +1,6 @@
 """Additive attention's scores and their gradients in C++: `kernels/scores.cpp`, called through ctypes on addresses.
 
-The structure below mirrors that of the C++ file field by field. `scores_plain.py` has the same functions in PyTorch's
-own operators.
+The structure below has the fields of the C++ file's in order.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from encore.rnn.native import INT, POINTER, SUFFIX
 from encore.rnn.score_kernels import ScoreGradients, ScoreOperands
 
 WORK_PER_THREAD = 1 << 15
-"""A thread is worth waking for about this many numbers of the middle."""
+"""Numbers of the middle that are worth a thread."""
 
 
 class Tensor3(ctypes.Structure):
@@ -42,22 +41,21 @@ class Scores(ctypes.Structure):
 
 @functools.cache
 def scores_library() -> ctypes.CDLL:
-    """The compiled functions; raises `BuildError` where they cannot be had."""
+    """The compiled functions; raises `BuildError` if they are not available."""
     return library("scores")
 
 
 def forward_bytes(operands: ScoreOperands) -> int:
-    """What `forward` takes aside: a few rows a thread, and a sequence's queries."""
+    """A few rows a thread, and a sequence's queries."""
     return _workspace_bytes(operands, backward=False)
 
 
 def backward_bytes(operands: ScoreOperands) -> int:
-    """What `backward` takes aside: beside that, gradients of a sequence's queries."""
+    """In addition, gradients of a sequence's queries."""
     return _workspace_bytes(operands, backward=True)
 
 
 def forward(operands: ScoreOperands, scores: Tensor) -> None:
-    """Fill `scores`, which are contiguous."""
     workspace = torch.empty(forward_bytes(operands), dtype=torch.uint8)
     call = _call(operands, workspace)
     call.scores = scores.data_ptr()
@@ -65,7 +63,6 @@ def forward(operands: ScoreOperands, scores: Tensor) -> None:
 
 
 def backward(operands: ScoreOperands, grad: Tensor, results: ScoreGradients, add_keys: bool) -> None:
-    """Fill `results`, of which those that are not needed are empty; `add_keys` adds to the first one's contents."""
     workspace = torch.empty(backward_bytes(operands), dtype=torch.uint8)
     call = _call(operands, workspace)
     call.grad = _tensor(grad)

@@ -1,8 +1,8 @@
-"""Additive attention's scores and their gradients in PyTorch's own operators, a block of the middle at a time: the same
-functions as `scores_native.py`, for where there is no C++ compiler, and for devices other than the CPU.
+"""Additive attention's scores and their gradients in PyTorch's own operators, a block of the middle at a time: without
+a C++ compiler, and on other devices than the CPU.
 
-A block is some sequences, some of their queries, and all keys or some of them, so that what it holds at once is bounded
-whatever the lengths are.
+A block is some sequences, some of their queries, and all keys or some of them, so that its memory is bounded for any
+lengths.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from encore.rnn.score_kernels import ScoreGradients, ScoreOperands
 
 aten = torch.ops.aten
 BLOCK = 1 << 18
-"""Numbers of the middle that are made at once: about what a core's second cache holds."""
+"""Numbers of the middle that are computed at once: about the size of a core's second cache."""
 BLOCKS_ALIVE = 7
-"""No more tensors of a block's size are alive at once, whatever small ones there are beside them included."""
+"""No more tensors of a block's size are alive at once, small ones included."""
 
 
 def forward_bytes(operands: ScoreOperands) -> int:
-    """A bound on what `forward` allocates."""
     return _alive(operands) * operands.real.itemsize
 
 
 def backward_bytes(operands: ScoreOperands) -> int:
-    """A bound on what `backward` allocates: blocks, and gradients of a block's keys and of all weights."""
+    """Blocks, and gradients of a block's keys and of all weights."""
     sequences, _, _ = _block(operands)
     sums = sequences * operands.keys.shape[1] * operands.hidden + 4 * operands.hidden
     return (_alive(operands) + sums) * operands.real.itemsize
@@ -46,7 +45,6 @@ def forward(operands: ScoreOperands, scores: Tensor) -> None:
 
 
 def backward(operands: ScoreOperands, grad: Tensor, results: ScoreGradients, add_keys: bool) -> None:
-    """Fill `results`, of which those that are not needed are empty; `add_keys` adds to the first one's contents."""
     real, like = operands.real, operands.query
     for_keys, for_query, *for_weights = results
     totals = [torch.zeros(operands.hidden, dtype=real, device=like.device) for _ in range(4)]
