@@ -228,11 +228,11 @@ def last_states(output: Tensor, walk: Walk, into: Tensor) -> None:
             ended = active
 
 
-def usable_gradient(grad: Tensor | None) -> Tensor | None:
-    """The gradient of an output as the kernels read it: rows may lie anywhere, the numbers of a row are contiguous."""
-    return grad if grad is None or grad.stride(-1) == 1 else grad.contiguous()
+def with_contiguous_rows(tensor: Tensor | None) -> Tensor | None:
+    """The tensor as kernels read it: rows may lie anywhere, the numbers of a row are contiguous."""
+    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def copied_bytes(grad: Tensor | None) -> int:
-    """What `usable_gradient` allocates."""
-    return 0 if grad is None or grad.stride(-1) == 1 else grad.numel() * grad.element_size()
+def copied_bytes(tensor: Tensor | None) -> int:
+    """The bytes that `with_contiguous_rows` allocates."""
+    return 0 if tensor is None or tensor.stride(-1) == 1 else tensor.numel() * tensor.element_size()

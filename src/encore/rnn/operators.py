@@ -11,10 +11,10 @@ from torch import Tensor
 from encore.rnn import reference
 from encore.rnn.arena import Arena, buffer_bytes
 from encore.rnn.cell import LayerCall, Needs, RecurrentCell
-from encore.rnn.layer import copied_bytes, usable_gradient
+from encore.rnn.layer import copied_bytes, with_contiguous_rows
 from encore.rnn.passes import BackwardPass, ForwardPass
 from encore.rnn.registry import MADE_UP, define
-from encore.rnn.sequence import Walk, made_up_sizes
+from encore.rnn.sequence import Walk, fill_sizes
 
 
 def define_operators(
@@ -97,7 +97,7 @@ class OperatorPair:
         results = self.cell.empty_gradients(call, needs)
         if call.sizes.rows == 0:
             return tuple(result.zero_() for result in results.values())
-        grad_output = usable_gradient(args[0])
+        grad_output = with_contiguous_rows(args[0])
         arena = Arena(self.cell.backward_buffers(call, needs), call.x.device)
         totals = {name: arena.get(f"grad_{name}", result) for name, result in results.items()}
         for name, grad in zip(self.cell.state_names, args[1 : self.grads], strict=True):
@@ -141,7 +141,7 @@ class OperatorPair:
         def fill(args: tuple[Any, ...]) -> tuple[Any, ...]:
             sizes = args[first + self.tensors]
             if sizes is not None:
-                sizes.copy_(torch.tensor(made_up_sizes(len(args[first]), len(sizes), len(args[first + 1]))))
+                fill_sizes(sizes, len(args[first]), len(args[first + 1]))
             return args
 
         return fill

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from encore.rnn.packing import rows_of
 from encore.rnn.registry import MADE_UP, define
-from encore.rnn.sequence import made_up_sizes
+from encore.rnn.sequence import fill_sizes
 from encore.rnn.torch_private import recording_autograd
 
 ONE_WAY = "Tensor{0} w_ih{1}, Tensor{0} w_hh{1}, Tensor? b_ih{1}, Tensor? b_hh{1}, Tensor? w_hr{1}"
@@ -111,7 +111,7 @@ def _full(first: int) -> Any:
 
     def made_up(args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, h0, sizes = args[first], args[first + 1], args[first + TENSORS]
-        sizes.copy_(torch.tensor(made_up_sizes(len(x), len(sizes), h0.shape[1])))
+        fill_sizes(sizes, len(x), h0.shape[1])
         return args
 
     return made_up

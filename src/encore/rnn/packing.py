@@ -19,7 +19,7 @@ from torch import Tensor
 
 from encore.errors import OperandError
 from encore.rnn.registry import MADE_UP, WORKSPACES, define
-from encore.rnn.sequence import made_up_sizes
+from encore.rnn.sequence import fill_sizes
 from encore.rnn.torch_private import check_packed_lengths
 
 _library = torch.library.Library("encore", "FRAGMENT")
@@ -210,14 +210,6 @@ define(
 )  # fmt: skip
 
 
-def _rows_made_up(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    rows, sizes, batch = args
-    return rows, sizes.copy_(torch.tensor(made_up_sizes(len(rows), len(sizes), batch))), batch
-
-
-MADE_UP[torch.ops.encore.rows_in_block.default] = _rows_made_up
-
-
 def _full(position: int, batch: Any) -> Any:
     """Made-up operands with batch sizes at this position: every sequence is as long as it can be."""
 
@@ -228,6 +220,11 @@ def _full(position: int, batch: Any) -> Any:
     return made_up
 
 
+MADE_UP[torch.ops.encore.rows_in_block.default] = lambda args: (
+    args[0],
+    fill_sizes(args[1], len(args[0]), args[2]),
+    args[2],
+)
 MADE_UP[torch.ops.encore.pack_rows.default] = _full(1, lambda args: args[0].shape[0 if args[2] else 1])
 MADE_UP[torch.ops.encore.pad_rows.default] = _full(1, lambda args: args[0].shape[0] // args[1].shape[0])
 MADE_UP[torch.ops.encore.packed_dropout_noise.default] = MADE_UP[torch.ops.encore.pad_rows.default]

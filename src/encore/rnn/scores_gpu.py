@@ -14,6 +14,7 @@ from torch import Tensor
 from encore.kernels.gpu import recurrent, scores
 from encore.kernels.gpu.launch import launch
 from encore.kernels.gpu.tiles import tile_for
+from encore.rnn.layer import copied_bytes, with_contiguous_rows
 from encore.rnn.score_kernels import ScoreGradients, ScoreOperands
 
 GROUPS = 256
@@ -23,7 +24,7 @@ GROUPS = 256
 def forward_bytes(operands: ScoreOperands) -> int:
     """Copies of operands whose rows are not contiguous."""
     vectors = operands.weight, operands.bias, operands.norm_weight, operands.norm_bias
-    return sum(_copied(each) for each in (operands.query, operands.keys, *vectors))
+    return sum(copied_bytes(each) for each in (operands.query, operands.keys, *vectors))
 
 
 def backward_bytes(operands: ScoreOperands) -> int:
@@ -87,16 +88,7 @@ def backward(operands: ScoreOperands, grad: Tensor, results: ScoreGradients, add
 
 def _operands(operands: ScoreOperands) -> list[Any]:
     vectors = operands.weight, operands.bias, operands.norm_weight, operands.norm_bias
-    return [_contiguous(each) for each in (operands.query, operands.keys, *vectors)]
-
-
-def _contiguous(tensor: Tensor | None) -> Any:
-    """Its rows as kernels read them: the numbers of a row side by side."""
-    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _copied(tensor: Tensor | None) -> int:
-    return 0 if tensor is None or tensor.stride(-1) == 1 else tensor.numel() * tensor.element_size()
+    return [with_contiguous_rows(each) for each in (operands.query, operands.keys, *vectors)]
 
 
 def _scores(operands: ScoreOperands) -> int:

@@ -136,13 +136,14 @@ def packed_walk(batch_sizes: Tensor, reverse: bool, a_chunk: int, batch: int, ro
     return _walk(reached, reverse, a_chunk, batch)
 
 
-def made_up_sizes(rows: int, steps: int, batch: int) -> list[int]:
-    """Batch sizes with that many rows, longest sequences first."""
-    left, sizes = rows - steps, []
-    for _ in range(steps):
-        sizes.append(1 + max(0, min(left, batch - 1)))
-        left -= sizes[-1] - 1
-    return sizes
+def fill_sizes(batch_sizes: Tensor, rows: int, batch: int) -> Tensor:
+    """Fill in batch sizes with that many rows, longest sequences first."""
+    left = rows - len(batch_sizes)
+    for step in range(len(batch_sizes)):
+        more = max(0, min(left, batch - 1))
+        batch_sizes[step] = 1 + more
+        left -= more
+    return batch_sizes
 
 
 def _walk(active: tuple[int, ...], reverse: bool, a_chunk: int, batch: int) -> Walk:
