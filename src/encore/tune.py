@@ -25,13 +25,13 @@ class Tuned:
     """One size and what was found."""
 
     size: tuning.Size
-    seconds: dict[tuning.Layout, float]
+    seconds: dict[tuning.LayerLayout, float]
     """Of a step, forward and backward, by layout."""
     known: bool
     """Was it in the cache already?"""
 
     @property
-    def best(self) -> tuning.Layout:
+    def best(self) -> tuning.LayerLayout:
         return min(self.seconds, key=lambda layout: self.seconds[layout])
 
     @property
@@ -130,9 +130,8 @@ def render(found: Sequence[Tuned]) -> str:
         for one in found
     ]  # fmt: skip
     known = sum(one.known for one in found)
-    gains = f"{tuning.MUST_GAIN - 1:.0%}, and with two lanes {tuning.LANES_MUST_GAIN - 1:.0%}"
     notes = ["gain: the layout that is used without measuring over the best one"]
-    notes += [f"the best one is used where it gains {gains}"]
+    notes += [f"the best one is used where it gains {tuning.MUST_GAIN - 1:.0%}"]
     notes += [f"{known} of {len(found)} sizes were known; --again measures them once more"] if known else []
     return "\n".join([terminal_table(COLUMNS, rows, words=3), "", *notes])
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from encore.kernels.gpu import has_gpu_kernels
 from encore.rnn import WORKSPACES, layer, plain
 from encore.rnn.sequence import dense_walk
+from encore.rnn.steps import BackwardSteps, ForwardSteps, RebuiltGates
 from support.gpu_kernels import interpreted, only_program, taken_aside
 from support.recurrent_pairs import KINDS, assert_as_torch, everything, kernels, pair
 from support.rounding import assert_close
@@ -136,8 +137,8 @@ def test_several_tiles() -> None:
     for steps in (plain, gpu):
         c, output, after = cell.clone(), torch.empty(rows, hidden), torch.empty(rows, hidden)
         gates, cells = torch.empty(rows, 4 * hidden), torch.empty(rows, hidden)
-        given = products.clone(), bias, None, None, torch.zeros(rows, hidden), after, c, None, output, gates, cells
-        steps.lstm_forward(chunk, *given)
+        given = products.clone(), bias, None, torch.zeros(rows, hidden), after, output, gates
+        steps.forward("lstm", ForwardSteps(chunk, *given, cell=c, cells=cells))
         sums = torch.ones(4 * hidden)
         steps.add_column_sums(gates, sums)
         found.append([c, output, after, gates, cells, sums])
@@ -153,11 +154,12 @@ def test_tanh_and_sigmoid(dtype: torch.dtype) -> None:
     x = torch.cat((sizes, -sizes, torch.tensor([torch.nan], dtype=dtype))).view(1, -1)
     chunk = dense_walk(1, 1, False, 1).chunks[0]
     y, width = torch.empty_like(x), x.shape[1]
-    gpu.elman_forward(chunk, False, x.clone(), torch.zeros(width, dtype=dtype), None, y, torch.empty_like(x), y)
+    bias = torch.zeros(width, dtype=dtype)
+    gpu.forward("elman", ForwardSteps(chunk, x.clone(), bias, None, y, torch.empty_like(x), y))
     torch.testing.assert_close(y, x.tanh(), rtol=4 * eps, atol=0, equal_nan=True)
     gates = x.repeat(1, 4)
     gates[:, 3 * width :] = 0  # is multiplied with them
-    gpu.gru_rebuild(torch.zeros(4 * width, dtype=dtype), gates)
+    gpu.rebuild("gru", RebuiltGates(chunk, torch.zeros(4 * width, dtype=dtype), gates))
     torch.testing.assert_close(
         gates[:, width : 2 * width], x.sigmoid(), rtol=4 * eps, atol=torch.finfo(dtype).tiny, equal_nan=True
     )
@@ -167,9 +169,10 @@ def test_nan_passes_relu() -> None:
     x = torch.tensor([[1.0, -1.0, 0.0, torch.nan]])
     chunk = dense_walk(1, 1, False, 1).chunks[0]
     output, after, grad = torch.empty(1, 4), torch.empty(1, 4), torch.empty(1, 4)
-    gpu.elman_forward(chunk, True, x.clone(), torch.zeros(4), None, after, after, output)
+    gpu.forward("elman", ForwardSteps(chunk, x.clone(), torch.zeros(4), None, after, after, output, relu=True))
     torch.testing.assert_close(output, x.relu(), rtol=0, atol=0, equal_nan=True)
-    gpu.elman_backward(chunk, True, None, None, output, grad, torch.ones(1, 4))
+    state = torch.ones(1, 4)
+    gpu.backward("elman", BackwardSteps(chunk, x.dtype, None, None, grad, state, output=output, relu=True))
     assert grad.tolist() == [[1.0, 0.0, 0.0, 1.0]]
 
 
@@ -184,10 +187,9 @@ def test_rows_beyond_32_bits() -> None:
     for grad_output in (near, far):
         grad_gates = torch.empty(3, 4)
         with only_program(0, 0):
-            gpu.elman_backward(
-                dense_walk(1, 3, False, 1).chunks[0], False, None, grad_output.unsqueeze(0), h, grad_gates,
-                torch.zeros(3, 4),
-            )  # fmt: skip
+            chunk, state = dense_walk(1, 3, False, 1).chunks[0], torch.zeros(3, 4)
+            given = chunk, h.dtype, None, grad_output.unsqueeze(0), grad_gates, state
+            gpu.backward("elman", BackwardSteps(*given, output=h))
         found.append(grad_gates)
     assert torch.equal(found[1], found[0])
     assert found[0].abs().sum() > 0

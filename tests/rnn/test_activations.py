@@ -9,6 +9,7 @@ from torch import Tensor
 from encore.kernels import BuildError
 from encore.rnn import native
 from encore.rnn.sequence import dense_walk
+from encore.rnn.steps import ForwardSteps
 
 pytestmark = pytest.mark.usefixtures("own_layers")
 
@@ -27,7 +28,8 @@ def activations(x: Tensor) -> tuple[Tensor, Tensor]:
     (chunk,) = dense_walk(1, 1, False, 1).chunks
     bias, output, cells = torch.zeros(4 * count), torch.empty(1, count), torch.empty(1, count)
     before, after, cell = state
-    native.lstm_forward(chunk, inputs, bias, None, None, before, after, cell, None, output, gates, cells)
+    steps = ForwardSteps(chunk, inputs, bias, None, before, after, output, gates, cell=cell, cells=cells)
+    native.forward("lstm", steps)
     return gates[0, :count], gates[0, 2 * count : 3 * count]
 
 

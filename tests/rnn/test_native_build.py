@@ -1,4 +1,4 @@
-"""Compiling on first use: kept on disk, by one process at a time, and refused clearly."""
+"""Compiling on first use: kept on disk, by one process at a time, and failing clearly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_compiled_once_and_again_when_the_source_changes(sources: Path) -> None:
 
 def test_a_refusal_is_quoted(sources: Path) -> None:
     (sources / "wrong.cpp").write_text("int main() { return nonsense; }\n")
-    with pytest.raises(BuildError, match=r"refused wrong\.cpp: .*nonsense"):
+    with pytest.raises(BuildError, match=r"rejected wrong\.cpp: .*nonsense"):
         build.library("wrong")
 
 

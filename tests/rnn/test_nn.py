@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
 import encore
 from encore.rnn import native, plain, tuning
-from encore.rnn.tuning import Layout
+from encore.rnn.tuning import LayerLayout
 from support.recurrent_pairs import KINDS, assert_as_torch, both_kernels, everything, kernels, pair
 from support.rounding import assert_all_as_accurate
 
@@ -147,7 +147,7 @@ def test_narrow_types_are_computed_in_float32(kind: str, stash: str | int, bias:
 
     reference = error(theirs, native)
     for narrow in (False, True):  # where the processor multiplies bfloat16 as it is, gates' gradients are rounded to it
-        with tuning.forced(Layout("packed", 64, narrow=narrow)):
+        with tuning.forced(LayerLayout("packed", 64, narrow=narrow)):
             assert error(ours, native) <= (1.05 if narrow else 1.0) * reference
     assert error(ours, plain) <= reference
 

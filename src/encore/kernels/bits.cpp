@@ -118,7 +118,7 @@ void unpack(const uint8_t* code, int64_t count, bits one, bits* out, int64_t thr
   });
 }
 
-// Above zero, told from the bits of a number alone; NaN counts as `nan_passes` says.
+// Above zero, by the bits of a number alone; NaN counts as `nan_passes` says.
 template <typename bits>
 void pack_signs(const bits* source, int64_t count, uint64_t infinity, bool nan_passes, uint8_t* code, int64_t threads) {
   using number = std::make_signed_t<bits>;

@@ -1,8 +1,8 @@
 """Compile a C++ source of this folder on first use, and keep the result on disk for the next process.
 
-The file name holds everything the machine code depends on: the source, the headers beside it, the command, torch's
-version and the processor's flags. One process compiles, others wait at a lock. A record beside the library has its
-hash: one that was cut off or damaged is compiled again instead of loaded. Where the cache cannot be written, the
+The file name is a hash of everything the machine code depends on: the source, the headers next to it, the command,
+torch's version and the processor's flags. One process compiles, others wait at a lock. A record next to the library has
+its hash: a truncated or damaged one is compiled again instead of loaded. If the cache cannot be written, the
 library is compiled into a private directory of the process.
 """
 
@@ -47,7 +47,7 @@ class BuildError(Exception):
 
 @functools.cache
 def library(name: str) -> ctypes.CDLL:
-    """The compiled form of `name`.cpp; raises `BuildError` where there is no compiler or it refuses."""
+    """The compiled form of `name`.cpp; raises `BuildError` without a compiler, or if it fails."""
     source = Path(__file__).with_name(f"{name}.cpp")
     command = compile_command()
     texts = (file.read_text() for file in (source, *sorted(source.parent.glob("*.h"))))
@@ -64,7 +64,7 @@ def library(name: str) -> ctypes.CDLL:
 
 
 def _is_whole(target: Path) -> bool:
-    """Is there such a library, trusted and as it was written?"""
+    """Return whether the library exists, is trusted, and is as it was written."""
     try:
         record = read_record(target.with_suffix(".json"))
     except CachedFileError:
@@ -91,8 +91,8 @@ def _compile(source: Path, command: list[str], target: Path) -> Path:
     line = [*command[:1], str(source), *command[1:], "-o", str(made)]
     done = subprocess.run(line, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
-        said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
-        raise BuildError(f"the C++ compiler refused {source.name}: {said}")
+        message = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
+        raise BuildError(f"the C++ compiler rejected {source.name}: {message}")
     try:
         write_cached(target, made.read_bytes())
         write_record(target.with_suffix(".json"), {"library": target.name, "of_library": file_digest(target)})

@@ -1,7 +1,7 @@
 // Additive attention's scores and their gradients, with nothing of the middle in memory.
 //
 // A score is weight . tanh(n(query + key)), n being a LayerNorm or nothing. Of B x Tq x Tk x H sums under the tanh, this
-// file holds a vector register at a time; with a LayerNorm, a row. Backward makes them again and adds their gradients up.
+// file holds a vector register at a time; with a LayerNorm, a row. Backward recomputes them and adds their gradients up.
 //
 // Key rows of all sequences, one after the other, are dealt out to threads in equal runs. The gradient of a key then
 // belongs to one thread, and that of a sequence's queries to one or, where a run ends inside a sequence, to a few, whose

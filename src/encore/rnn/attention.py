@@ -17,7 +17,7 @@ class AdditiveAttention(nn.Module):
     """Looks keys up by queries: `weight . tanh(W query + U key + b)`, a softmax over keys, and a mean of values.
 
     With `layer_norm=True` the sum under the tanh is normalised first. Of all pairs of a query and a key, only scores
-    and weights are ever in memory, not the `hidden_size` numbers that lie between: backward makes these again.
+    and weights are ever in memory, not the `hidden_size` numbers between them: backward recomputes these.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class AdditiveAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As `nn.Linear` begins; `weight` is one from `hidden_size` to 1."""
+        """Initialize as `nn.Linear` does; `weight` is one from `hidden_size` to 1."""
         for module in (self.query, self.keys, self.norm):
             if module is not None:
                 module.reset_parameters()
@@ -58,7 +58,7 @@ class AdditiveAttention(nn.Module):
 
         `values` are the keys if not given. Keys from a sequence's `lengths` on get no weight, nor do those where
         `key_padding_mask`, `[B, Tk]` or `[B, Tq, Tk]`, is true; a query that is left with none gets zeros. `projected`
-        is `project(keys)`, made before.
+        is `project(keys)`, computed before.
         """
         single = query.dim() == 2
         queries = query.unsqueeze(1) if single else query
@@ -99,7 +99,7 @@ class AdditiveAttention(nn.Module):
 
     @staticmethod
     def _hidden_keys(scores: Tensor, lengths: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """True where a query may not look: something that goes with `[B, Tq, Tk]`."""
+        """True for keys that are hidden from a query, broadcastable to `[B, Tq, Tk]`."""
         batch, _, keys = scores.shape
         hidden = None
         if lengths is not None:

@@ -4,15 +4,14 @@
     result = noise * softmax(scores) @ values,  noise being `factor` where dropout has `kept` a weight, 0 elsewhere
 
 Vaswani et al. 2017. Query, keys and values have B x H x T x D numbers, scores and their softmax B x H x Tq x Tk each;
-written out, PyTorch makes two or three such tensors and keeps one or two for backward. Here some heads at a time go
+written out, PyTorch computes two or three such tensors and keeps one or two for backward. Here some heads at a time go
 through a workspace, forward and once more backward ("partial forward propagation" in EcoRNN, Zheng et al. 2018), by the
 very operators that the formula is written in: rows that are hidden altogether, fills that are finite and infinite ones
 come out as they would. Where one head is larger than the workspace, it goes through some queries at a time, and the
 gradients of keys and values are added up: that is all that is rounded otherwise.
 
 `F.scaled_dot_product_attention` does this with a running softmax, which is faster for long sequences, keeps the result
-and a number a row besides, and has its own idea of rows that are hidden altogether. A model that calls it is left as it
-is.
+and a number a row, and treats fully masked rows differently. A model that calls it is not changed.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ BACKWARD = (
     "(Tensor query, Tensor keys, Tensor values)"
 )
 WORKSPACE = 1 << 20
-"""Bytes of scores that are made at once: about what a core's second cache holds."""
+"""Bytes of scores that are computed at once: about the size of a core's second cache."""
 TYPES = (torch.float32, torch.float64)
-"""Narrower ones would be multiplied by oneDNN, which copies operands into layouts of its own."""
-Gradients = tuple[Tensor, Tensor, Tensor]
+"""oneDNN would multiply narrower ones, and copy operands into layouts of its own."""
+DotGradients = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Operands:
+class DotOperands:
     """What both operators take, checked: `[B, H, Tq, D]`, `[B, H, D, Tk]` and `[B, H, Tk, E]`."""
 
     query: Tensor
@@ -74,7 +73,7 @@ class Operands:
             if tensor.dtype not in TYPES or tensor.dtype != query.dtype or tensor.device != query.device:
                 raise OptionError("attention is computed in float32 or float64, of one type and on one device")
         if len(self.hidden) != len(self.fills) or any(mask.dtype != torch.bool for mask in self.hidden):
-            raise OptionError("every mask of what is hidden must be boolean, and have a number that is filled in")
+            raise OptionError("every mask of hidden scores must be boolean, and have a fill value")
         if self.kept is None and self.factor != 1:
             raise OptionError(f"a factor belongs to weights that are dropped; got {self.factor} and no mask")
         if self.kept is not None and (self.kept.dtype != torch.bool or tuple(self.kept.shape) != self.shape):
@@ -89,7 +88,7 @@ class Operands:
     def result(self) -> tuple[int, int, int, int]:
         return *self.shape[:3], self.values.shape[3]
 
-    def laid_out(self) -> Operands:
+    def laid_out(self) -> DotOperands:
         """With masks spread out, heads of all sequences in one row where that takes no copies, and matrices laid out as
         products read them."""
         query, keys, values = (_as_matrices(tensor) for tensor in (self.query, self.keys, self.values))
@@ -100,7 +99,7 @@ class Operands:
             query, keys, values = (tensor.flatten(0, 1)[None] for tensor in (query, keys, values))
             added, hidden, kept = ([mask.flatten(0, 1)[None] for mask in masks] for masks in (added, hidden, kept))
         coins = kept[0] if kept else None
-        return Operands(query, keys, values, added, hidden, self.fills, self.scale, coins, self.factor)
+        return DotOperands(query, keys, values, added, hidden, self.fills, self.scale, coins, self.factor)
 
     def block(self) -> tuple[int, int]:
         """How many heads, and how many queries of each, go through the workspace at once."""
@@ -123,7 +122,7 @@ class Operands:
                     )
 
     def fill_in(self, scores: Tensor, where: tuple[int, slice, slice]) -> None:
-        """Scores of a block become what is attended with, where they lie."""
+        """Turn the scores of a block into weights, in place."""
         for mask in self.added:
             scores.add_(mask[where])
         for mask, fill in zip(self.hidden, self.fills, strict=True):
@@ -151,7 +150,7 @@ def _heads_in_a_row(tensor: Tensor) -> bool:
     return batch == 1 or heads == 1 or tensor.stride(0) == heads * tensor.stride(1)
 
 
-def _is_empty(operands: Operands) -> bool:
+def _is_empty(operands: DotOperands) -> bool:
     return 0 in (*operands.shape, operands.query.shape[3], operands.values.shape[3])
 
 
@@ -160,7 +159,7 @@ def _is_empty(operands: Operands) -> bool:
 
 def dot_attention(*args: Any) -> Tensor:
     """Means of the values under the softmax of the scores."""
-    operands = Operands(*args)
+    operands = DotOperands(*args)
     result = operands.query.new_empty(operands.result)
     if _is_empty(operands):
         return result.zero_()
@@ -179,28 +178,28 @@ def dot_attention(*args: Any) -> Tensor:
     return result
 
 
-def _workspaces(operands: Operands, count: int) -> list[Tensor]:
+def _workspaces(operands: DotOperands, count: int) -> list[Tensor]:
     heads, queries = operands.block()
     size = heads * queries * operands.shape[3]
     return [operands.query.new_empty(size) for _ in range(count + (operands.kept is not None))]
 
 
-def _part(room: Tensor, query: Tensor, operands: Operands) -> Tensor:
+def _part(room: Tensor, query: Tensor, operands: DotOperands) -> Tensor:
     shape = (*query.shape[:2], operands.shape[3])
     return room[: math.prod(shape)].view(shape)
 
 
 def _fake_forward(*args: Any) -> Tensor:
-    operands = Operands(*args)
+    operands = DotOperands(*args)
     return operands.query.new_empty(operands.result)
 
 
 def forward_workspace(*args: Any) -> int:
-    """Bytes that `dot_attention` of these arguments takes aside and gives back."""
-    return _aside(Operands(*args), 1)
+    """The workspace of `dot_attention` with these arguments, in bytes."""
+    return _workspace_bytes(DotOperands(*args), 1)
 
 
-def _aside(operands: Operands, count: int) -> int:
+def _workspace_bytes(operands: DotOperands, count: int) -> int:
     if _is_empty(operands):
         return 0
     copied = [one for one in (operands.query, operands.keys, operands.values) if not _reads_in_place(one)]
@@ -212,8 +211,8 @@ def _aside(operands: Operands, count: int) -> int:
 # ---- backward ------------------------------------------------------------------------------------------------------
 
 
-def dot_attention_backward(grad: Tensor, *args: Any) -> Gradients:
-    """Gradients of query, keys and values; empty ones where they are not needed."""
+def dot_attention_backward(grad: Tensor, *args: Any) -> DotGradients:
+    """DotGradients of query, keys and values; empty ones if they are not needed."""
     operands = _checked(grad, *args)
     need = args[9:]
     results = _gradients(operands, *need)
@@ -262,8 +261,8 @@ def dot_attention_backward(grad: Tensor, *args: Any) -> Gradients:
     return results
 
 
-def _checked(grad: Tensor, *args: Any) -> Operands:
-    operands = Operands(*args[:9])
+def _checked(grad: Tensor, *args: Any) -> DotOperands:
+    operands = DotOperands(*args[:9])
     if tuple(grad.shape) != operands.result or grad.dtype != operands.query.dtype:
         raise OptionError(
             f"the gradient of this attention is {operands.result} in {operands.query.dtype}; "
@@ -272,7 +271,7 @@ def _checked(grad: Tensor, *args: Any) -> Operands:
     return operands
 
 
-def _gradients(operands: Operands, *need: bool) -> Gradients:
+def _gradients(operands: DotOperands, *need: bool) -> DotGradients:
     given = (operands.query, operands.keys, operands.values)
     query, keys, values = (
         one.new_empty(one.shape if needed else (0,)) for one, needed in zip(given, need, strict=True)
@@ -280,18 +279,18 @@ def _gradients(operands: Operands, *need: bool) -> Gradients:
     return query, keys, values
 
 
-def _fake_backward(grad: Tensor, *args: Any) -> Gradients:
+def _fake_backward(grad: Tensor, *args: Any) -> DotGradients:
     return _gradients(_checked(grad, *args), *args[9:])
 
 
 def backward_workspace(grad: Tensor, *args: Any) -> int:
-    """Bytes that `dot_attention_backward` of these arguments takes aside and gives back."""
+    """The workspace of `dot_attention_backward` with these arguments, in bytes."""
     operands = _checked(grad, *args)
     if not any(args[9:]):
         return 0
     flat = operands.laid_out().shape[:2] != operands.shape[:2]
     copied = not _reads_in_place(grad) or (flat and not _heads_in_a_row(grad))
-    return _aside(operands, 2 if any(args[9:11]) else 1) + copied * grad.numel() * grad.element_size()
+    return _workspace_bytes(operands, 2 if any(args[9:11]) else 1) + copied * grad.numel() * grad.element_size()
 
 
 # ---- autograd ------------------------------------------------------------------------------------------------------
@@ -332,7 +331,7 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _differentiate_again(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """By way of the formula itself: right, but large."""
+    """By way of the formula itself: correct, but large."""
     grad, query, keys, values, *rest = _restored(ctx)
     formula = functools.partial(reference.dot_attention, *rest)
     found = reference.differentiate_twice(formula, [grad], [query, keys, values], None, grads, (0, 1, 2))

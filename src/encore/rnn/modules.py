@@ -1,8 +1,8 @@
 """`encore.nn`: the recurrent modules of `torch.nn` on Encore's operators.
 
 Each is a subclass of its namesake with the same arguments, parameters, `state_dict` keys and results, and one keyword
-more: `stash`, what a layer keeps for backward. `"fast"` keeps the gates, `"lean"` builds them again, and a number is
-how many steps of an LSTM lie between two kept cell states (`"lean"` chooses it).
+more: `stash`, what a layer keeps for backward. `"fast"` keeps the gates, `"lean"` recomputes them, and a
+number of steps lies between two kept cell states of an LSTM (`"lean"` chooses it).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Layers(_Stashing):
         """One layer in one direction, for a batch of that size."""
 
     def _kept(self, batch: int) -> int:
-        """The operators' `keep`. Where no gradient will be asked for, nothing is kept."""
+        """The operators' `keep`. If no gradient will be needed, nothing is kept."""
         if self.stash == "fast" and torch.is_grad_enabled():
             return 0
         if isinstance(self.stash, int):
@@ -111,7 +111,7 @@ class _Recurrent(_Layers):
         self._check_states(hx)
         try:
             self.check_forward_args(data, hx, batch_sizes)
-        except ValueError as wrong:  # an LSTM does not look here at packed ones: it has a product raise a RuntimeError
+        except ValueError as wrong:  # nn.LSTM leaves packed ones to a product, which raises a RuntimeError
             raise OperandError(str(wrong)) from None
         states = self._states(hx)
         if not packed and self.batch_first:
@@ -165,7 +165,7 @@ class _Recurrent(_Layers):
 
 
 class _OneState(_Recurrent):
-    """`forward` of those whose only state is h."""
+    """`forward` of modules whose only state is h."""
 
     def forward(self, input: Any, hx: Tensor | None = None) -> Any:
         output, (h_n,) = self._checked_forward(input, hx)
@@ -173,7 +173,7 @@ class _OneState(_Recurrent):
 
 
 class LSTM(_Recurrent, nn.LSTM):
-    """`torch.nn.LSTM` that keeps what it is told to. Small ones that keep everything are `torch.nn`'s own."""
+    """`torch.nn.LSTM` that keeps what `stash` says. Small ones that keep everything are `torch.nn`'s own."""
 
     STATES = 2
 
@@ -183,7 +183,7 @@ class LSTM(_Recurrent, nn.LSTM):
         return self._checked_forward(input, hx)
 
     def _left_to_torch(self, input: Any) -> bool:
-        """Is `torch.nn`'s layer faster here (`tuning.py`)? Never asked of a call that is being traced."""
+        """Return whether `torch.nn`'s layer is faster here (`tuning.py`); false for a call that is being traced."""
         if self.stash != "fast" or type(input) is not Tensor or input.dim() != 3 or torch.compiler.is_compiling():
             return False
         if self.proj_size or torch.is_autocast_enabled(input.device.type):
@@ -197,7 +197,7 @@ class LSTM(_Recurrent, nn.LSTM):
 
 
 class GRU(_OneState, nn.GRU):
-    """`torch.nn.GRU` that keeps what it is told to."""
+    """`torch.nn.GRU` that keeps what `stash` says."""
 
     def _layer(self, batch: int) -> Layer:
         return gru_layer(self._kept(batch))
@@ -228,8 +228,8 @@ class _Cell(_Stashing):
         states = None if hx is None else (hx if self.STATES > 1 else (hx,))
         for state in states or ():
             if state.dim() != input.dim():
-                told = f"Expected hx to be {input.dim()}D like the input, got {state.dim()}D instead"
-                raise OperandError(f"{type(self).__name__}: {told}")
+                problem = f"Expected hx to be {input.dim()}D like the input, got {state.dim()}D instead"
+                raise OperandError(f"{type(self).__name__}: {problem}")
         if self.stash == "fast" and self._fits(input):
             found = super().forward(input, hx)  # type: ignore[misc]  # torch.nn's, by the order of bases
             return found if isinstance(found, tuple) else (found,)
@@ -244,7 +244,7 @@ class _Cell(_Stashing):
         return ended if input.dim() == 2 else tuple(state.squeeze(0) for state in ended)
 
     def _fits(self: Any, input: Tensor) -> bool:
-        """Would `torch.nn` compute the same? Under autocast it stays in float32; a wrong width is named below."""
+        """Return whether `torch.nn` computes the same: under autocast it stays in float32. Wrong widths fail later."""
         return input.shape[-1] == self.input_size and not torch.is_autocast_enabled(input.device.type)
 
     def _keep(self: Any) -> int:
@@ -252,7 +252,7 @@ class _Cell(_Stashing):
 
 
 class LSTMCell(_Cell, nn.LSTMCell):
-    """`torch.nn.LSTMCell` that keeps what it is told to."""
+    """`torch.nn.LSTMCell` that keeps what `stash` says."""
 
     STATES = 2
 
@@ -265,7 +265,7 @@ class LSTMCell(_Cell, nn.LSTMCell):
 
 
 class GRUCell(_Cell, nn.GRUCell):
-    """`torch.nn.GRUCell` that keeps what it is told to."""
+    """`torch.nn.GRUCell` that keeps what `stash` says."""
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         return self._step(input, hx)[0]

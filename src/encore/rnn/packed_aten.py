@@ -1,9 +1,9 @@
 """PyTorch's own recurrent layers on a block of packed rows, as one operator with a derivative.
 
 What ATen runs for a packed batch depends on its lengths, step by step, and cannot be captured. So one layer, in one
-direction or both, is an operator: forward runs ATen's on the rows that are there and keeps nothing; backward runs it
-once more, for autograd, and gives ATen's gradients bit for bit. The eager lowering uses it, and the fused one where
-Encore's layers do not compute (`capture/recurrent.py`).
+direction or both, is an operator: forward runs ATen's on the rows of sequences and keeps nothing; backward runs it a
+second time, for autograd, and returns ATen's gradients bit for bit. The eager lowering uses it, and the fused one if
+Encore's layers do not support a call (`capture/recurrent.py`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import _C, Tensor
+from torch import Tensor
 
 from encore.rnn.packing import rows_of
 from encore.rnn.registry import MADE_UP, define
-from encore.rnn.sequence import made_up_sizes
+from encore.rnn.sequence import fill_sizes
+from encore.rnn.torch_private import recording_autograd
 
 ONE_WAY = "Tensor{0} w_ih{1}, Tensor{0} w_hh{1}, Tensor? b_ih{1}, Tensor? b_hh{1}, Tensor? w_hr{1}"
 OPERANDS = f"Tensor x, Tensor h0, Tensor? c0, {ONE_WAY.format('', '')}, {ONE_WAY.format('?', '_reverse')}"
@@ -56,7 +57,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     grads, given, needs = args[:3], args[3 : 3 + TAKEN], args[-1]
-    with _autograd(), torch.enable_grad():
+    with recording_autograd(), torch.enable_grad():
         leaves = [
             tensor if tensor is None else tensor.detach().requires_grad_(need)
             for tensor, need in zip(given[:TENSORS], needs, strict=True)
@@ -74,14 +75,6 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
         next(found) if leaf is not None and need else given[0].new_empty(0)
         for leaf, need in zip(leaves, needs, strict=True)
     )
-
-
-def _autograd() -> Any:
-    """Operators called inside record what autograd needs, although a kernel runs below autograd."""
-    excluded = _C._dispatch_tls_local_exclude_set()
-    for key in (_C.DispatchKey.AutogradOther, _C.DispatchKey.AutogradFunctionality):
-        excluded = excluded.remove(key)
-    return _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded)
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
@@ -118,7 +111,7 @@ def _full(first: int) -> Any:
 
     def made_up(args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, h0, sizes = args[first], args[first + 1], args[first + TENSORS]
-        sizes.copy_(torch.tensor(made_up_sizes(len(x), len(sizes), h0.shape[1])))
+        fill_sizes(sizes, len(x), h0.shape[1])
         return args
 
     return made_up

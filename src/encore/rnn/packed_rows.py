@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 from encore.errors import OperandError
+from encore.rnn.torch_private import APPLY, layer_function, pytree
 
 LAYERS = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
 """PyTorch's functions for recurrent layers, and how many states they have."""
-APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-"""What runs a `torch.autograd.Function`."""
 DEPENDS_ON_DATA = "encore: packed rows are read directly, and their number depends on data"
 
 
@@ -39,11 +37,11 @@ def _sizes_reached(numbers: Tensor) -> Tensor:
 
 
 def _rows_there(rows: PackedRows) -> Tensor:
-    """The tensor that stands for the rows from its first reading on: hooks and in-place writes belong to it."""
+    """The tensor of the rows, the same for every reader, so that hooks and in-place writes on it last."""
     _check_not_a_constant(rows)
     if rows.read is not None:
         return rows.read
-    with torch.enable_grad():  # whoever reads it first without gradients leaves them to those who follow
+    with torch.enable_grad():  # the first reader may have disabled gradients that a later one needs
         found = rows.block[: int(rows.numbers.sum())]
     if not torch.is_inference_mode_enabled():
         rows.read = found
@@ -113,7 +111,7 @@ class PackedRows:
         self.source = source
         self.numbers = numbers
         self.padded = padded
-        """Is the source a padded batch, not yet in the given order?"""
+        """Whether the source is a padded batch, not yet in the given order."""
         self.batch_first = batch_first
         self.order = order
         self.read: Tensor | None = None
@@ -178,7 +176,7 @@ def run_on_rows(function: Any, args: Any, kwargs: Any) -> Any:
     the rows alone."""
     if torch.compiler.is_compiling():
         for name in LAYERS:
-            if function is getattr(torch._VF, name) and _are_in_a_block(args):
+            if function is layer_function(name) and _are_in_a_block(args):
                 return _run_layers(name, *args)
     return _outside(_run_on_tensors, function, args, kwargs)
 

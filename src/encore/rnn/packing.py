@@ -1,7 +1,7 @@
 """Packed sequences whose shapes do not depend on data: rows of a packed batch in a block as large as the padded one.
 
 `pack_padded_sequence` gives as many rows as the lengths add up to, so that every batch has shapes of its own. Here the
-rows lie in a **block** of T * B rows, step after step as in a `PackedSequence`; rows behind the last one are zero.
+rows lie in a **block** of T * B rows, step after step as in a `PackedSequence`; rows after the last one are zero.
 `batch_sizes` has T numbers, 0 for steps that no sequence reaches. Shapes depend on T and B alone. The recurrent
 operators (`cell.py`) read and write such blocks; a dropout in between draws for the rows that are there.
 
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from encore.errors import OperandError
 from encore.rnn.registry import MADE_UP, WORKSPACES, define
-from encore.rnn.sequence import made_up_sizes
+from encore.rnn.sequence import fill_sizes
+from encore.rnn.torch_private import check_packed_lengths
 
 _library = torch.library.Library("encore", "FRAGMENT")
 
@@ -55,7 +56,7 @@ def _batch_sizes(lengths: Tensor, steps: int) -> Tensor:
     found: list[int] = lengths.tolist()
     falling = all(before >= after for before, after in itertools.pairwise(found))
     if not found or not falling or found[-1] < 1 or found[0] > steps:
-        torch._pack_padded_sequence(torch.zeros(1).expand(steps, len(found)), lengths, False)
+        check_packed_lengths(lengths, steps)
         raise OperandError(f"lengths must fall from at most {steps} to at least 1; got {found[:8]}")
     return (lengths.unsqueeze(0) > torch.arange(steps).unsqueeze(1)).sum(1)
 
@@ -209,14 +210,6 @@ define(
 )  # fmt: skip
 
 
-def _rows_made_up(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    rows, sizes, batch = args
-    return rows, sizes.copy_(torch.tensor(made_up_sizes(len(rows), len(sizes), batch))), batch
-
-
-MADE_UP[torch.ops.encore.rows_in_block.default] = _rows_made_up
-
-
 def _full(position: int, batch: Any) -> Any:
     """Made-up operands with batch sizes at this position: every sequence is as long as it can be."""
 
@@ -227,6 +220,11 @@ def _full(position: int, batch: Any) -> Any:
     return made_up
 
 
+MADE_UP[torch.ops.encore.rows_in_block.default] = lambda args: (
+    args[0],
+    fill_sizes(args[1], len(args[0]), args[2]),
+    args[2],
+)
 MADE_UP[torch.ops.encore.pack_rows.default] = _full(1, lambda args: args[0].shape[0 if args[2] else 1])
 MADE_UP[torch.ops.encore.pad_rows.default] = _full(1, lambda args: args[0].shape[0] // args[1].shape[0])
 MADE_UP[torch.ops.encore.packed_dropout_noise.default] = MADE_UP[torch.ops.encore.pad_rows.default]

@@ -1,6 +1,6 @@
-"""Recurrent layers and attention once more, in differentiable operators: what second derivatives go through.
+"""Recurrent layers and attention in differentiable operators, for second derivatives.
 
-Slow and large, and obviously right. The first derivative is the operators' own.
+Slow, large and simple. The first derivative is the operators' own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How a recurrent operator becomes known to PyTorch, and to whoever predicts memory.
+"""Registration of a recurrent operator with PyTorch and with the prediction of memory.
 
 The layers of a small network take less time than PyTorch's general way to give an operator in Python a derivative
 (`torch.library.register_autograd`), which costs a fifth of a millisecond a call. So the derivative is a kernel of the
-dispatcher's here, and beneath it the operator's own function is called at once where nothing else waits in between.
+dispatcher here, and below it the operator's own function is called directly if no other dispatch key is left.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import _C
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+from encore.rnn.torch_private import BelowAutograd, any_requires_grad, below_autograd, dynamo_is_active, is_plain
 
 _library = torch.library.Library("encore", "FRAGMENT")
 
 WORKSPACES: dict[Any, Callable[..., int]] = {}
-"""Operator -> bytes that a call takes aside and gives back, from its own arguments: fake tensors will do."""
+"""Operator -> bytes of a call's workspace, from its own arguments, which may be fake tensors."""
 
 MADE_UP: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {}
-"""Operator -> its arguments with numbers that mean something, from made-up ones, where not any number will do."""
+"""Operator -> its arguments with valid numbers, from arbitrary ones, if not every number is valid."""
 
 
 def define(
     schema: str, run: Callable[..., Any], fake: Callable[..., Any], workspace: Callable[..., int] | None,
     differentiate: Callable[..., Any], save: Callable[..., None],
 ) -> None:  # fmt: skip
-    """Define `encore::<name>` with its kernel for every device, its shapes, its workspace (None: it is
-    measured) and its derivative."""
+    """Define `encore::<name>` with its kernel for every device, its shapes, its workspace (measured if None) and its
+    derivative."""
     name = schema.partition("(")[0]
     _library.define(schema)
     operator = getattr(torch.ops.encore, name).default
@@ -41,11 +41,11 @@ def define(
 
 
 def _untraced(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo would trace into the kernel where a compiled graph calls it; the rest of the time it is not asked."""
+    """The kernel, which Dynamo would trace into when a compiled graph calls it."""
     disabled = torch.compiler.disable(run)
 
     def kernel(*args: Any) -> Any:
-        return (disabled if get_eval_frame_callback() else run)(*args)
+        return (disabled if dynamo_is_active() else run)(*args)
 
     return kernel
 
@@ -54,18 +54,17 @@ def _differentiable(
     operator: Any, kernel: Callable[..., Any], differentiate: Callable[..., Any], save: Callable[..., None]
 ) -> Callable[..., Any]:
     """The operator's kernel for autograd: `save(ctx, inputs, output)`, then `differentiate(ctx, *gradients)`."""
-    plain = (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)
 
-    def beneath(keys: Any, args: tuple[Any, ...]) -> Any:
-        left = keys & _C._after_autograd_keyset
-        with _C._AutoDispatchBelowAutograd():
-            return kernel(*args) if left.highestPriorityTypeId() in plain else operator.redispatch(left, *args)
+    def below(keys: Any, args: tuple[Any, ...]) -> Any:
+        left = below_autograd(keys)
+        with BelowAutograd():
+            return kernel(*args) if is_plain(left) else operator.redispatch(left, *args)
 
     class Derivative(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *given: Any) -> Any:
             *args, keys = given
-            result = beneath(keys, tuple(args))
+            result = below(keys, tuple(args))
             save(ctx, tuple(args), result)
             return result
 
@@ -76,8 +75,8 @@ def _differentiable(
     Derivative.__name__ = Derivative.__qualname__ = f"Backward of {operator}"
 
     def autograd(keys: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled() and _C._any_requires_grad(*args):
+        if torch.is_grad_enabled() and any_requires_grad(args):
             return Derivative.apply(*args, keys)
-        return beneath(keys, args)
+        return below(keys, args)
 
     return autograd

@@ -2,34 +2,30 @@
 
     scores[b, q, k] = weight . tanh(normalised(query[b, q] + keys[b, k] + bias))
 
-Bahdanau et al. 2015; with a LayerNorm in front of tanh as in later translators. Attention is shaped like an O: small
-operands, small result, and a middle of B x Tq x Tk x H numbers between them, which PyTorch makes several times over and
-keeps for backward. EcoRNN (Zheng et al. 2018) makes it again there, in a workspace shared by all steps. Here the middle
-is never in memory at all: a row of it lives in registers, or in a row's worth of cache, while its score is added up,
-and once more while its gradient is.
+Bahdanau et al. 2015; with a LayerNorm in front of tanh as in later translators. Operands and
+result are small, with a middle of B x Tq x Tk x H numbers between them, which PyTorch computes several times over and
+keeps for backward. EcoRNN (Zheng et al. 2018) recomputes it there, in a workspace shared by all steps. Here the middle
+is never in memory: a row of it is in registers, or in a row's worth of cache, while its score is added up, and once
+more while its gradient is.
 
 `scores_native.py` has the two passes in C++, `scores_gpu.py` in Triton, `scores_plain.py` in blocks of PyTorch's
-operators, for where there is no compiler and for other devices; `reference.py` has the formula itself, for second
+operators, without a compiler and for other devices; `reference.py` has the formula itself, for second
 derivatives. Narrow types are computed in float32 and rounded once, at the end.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from encore.errors import OptionError
-from encore.kernels import BuildError
-from encore.kernels.gpu import has_gpu_kernels
 from encore.rnn import reference, scores_native, scores_plain
-from encore.rnn.layer import TYPES, WIDE
+from encore.rnn.choice import chosen_kernels, compiled_kernels
 from encore.rnn.registry import define
+from encore.rnn.score_kernels import ScoreGradients, ScoreKernels, ScoreOperands
 
 OPERANDS = "Tensor query, Tensor keys, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, float? eps"
 FORWARD = f"additive_scores({OPERANDS}) -> Tensor"
@@ -38,91 +34,27 @@ BACKWARD = (
     "bool need_weights) -> (Tensor keys, Tensor query, Tensor weight, Tensor bias, Tensor norm_weight, "
     "Tensor norm_bias)"
 )
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Operands:
-    """What both operators take, checked."""
-
-    query: Tensor
-    keys: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    eps: float | None
-    """Of the LayerNorm; None where there is none."""
-
-    def __post_init__(self) -> None:
-        query, keys = self.query, self.keys
-        if query.dim() != 3 or keys.dim() != 3:
-            shapes = f"{tuple(query.shape)} and {tuple(keys.shape)}"
-            raise OptionError(f"additive scores take a query [B, Tq, H] and keys [B, Tk, H]; got {shapes}")
-        if query.shape[0] != keys.shape[0] or query.shape[2] != keys.shape[2]:
-            shapes = f"{tuple(query.shape)} and {tuple(keys.shape)}"
-            raise OptionError(f"query and keys must agree in batch and hidden size; got {shapes}")
-        if query.dtype not in TYPES:
-            known = ", ".join(map(str, TYPES))
-            raise OptionError(f"additive scores are computed in {known}; got {query.dtype}: convert the query")
-        if self.eps is None and (self.norm_weight is not None or self.norm_bias is not None):
-            raise OptionError("norm_weight and norm_bias belong to a LayerNorm: give its eps, too")
-        for name in ("keys", "weight", "bias", "norm_weight", "norm_bias"):
-            tensor = getattr(self, name)
-            if tensor is None:
-                continue
-            if name != "keys" and tensor.shape != query.shape[2:]:
-                raise OptionError(f"{name} must have the shape ({query.shape[2]},); got {tuple(tensor.shape)}")
-            if tensor.dtype != query.dtype or tensor.device != query.device:
-                raise OptionError(
-                    f"{name} is {tensor.dtype} on {tensor.device}, the query {query.dtype} on {query.device}: "
-                    "convert one of them"
-                )
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of the scores."""
-        return self.query.shape[0], self.query.shape[1], self.keys.shape[1]
-
-    @property
-    def hidden(self) -> int:
-        return self.query.shape[2]
-
-    @property
-    def real(self) -> torch.dtype:
-        """The type that is computed in."""
-        return WIDE.get(self.query.dtype, self.query.dtype)
-
-    @property
-    def middle(self) -> int:
-        """Numbers that never exist at once."""
-        batch, queries, keys = self.shape
-        return batch * queries * keys * self.hidden
+PLAIN: ScoreKernels = scores_plain
 
 
-def kernels_for(device: torch.device) -> ModuleType:
-    """The functions that compute: compiled ones, where they can be had."""
-    if device.type == "cpu":
-        return _cpu_kernels()
-    if not has_gpu_kernels(device, "attention scores are computed in blocks of PyTorch's own operators"):
-        return scores_plain
+def kernels_for(device: torch.device) -> ScoreKernels:
+    """The functions that compute on this device: compiled ones, if they are available."""
+    work = "attention scores are computed in blocks"
+    return chosen_kernels(device, _cpu_kernels, _gpu_kernels, PLAIN, work)
+
+
+def _gpu_kernels() -> ScoreKernels:
     from encore.rnn import scores_gpu  # imports Triton
 
     return scores_gpu
 
 
 @functools.cache
-def _cpu_kernels() -> ModuleType:
-    try:
-        scores_native.scores_library()
-    except BuildError as error:
-        warnings.warn(
-            f"encore: attention scores are computed in blocks of PyTorch's own operators, slower than they could be: "
-            f"{error}. Install a C++ compiler, or set CXX to one",
-            stacklevel=2,
-        )
-        return scores_plain
-    return scores_native
+def _cpu_kernels() -> ScoreKernels:
+    work = "attention scores are computed in blocks"
+    return compiled_kernels(scores_native.scores_library, scores_native, scores_plain, work)
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------
@@ -130,7 +62,7 @@ def _cpu_kernels() -> ModuleType:
 
 def additive_scores(*args: Any) -> Tensor:
     """The scores of all pairs of a query and a key."""
-    operands = Operands(*args)
+    operands = ScoreOperands(*args)
     scores = operands.query.new_empty(operands.shape)
     if operands.middle == 0:
         return scores.zero_()
@@ -139,36 +71,36 @@ def additive_scores(*args: Any) -> Tensor:
 
 
 def _fake_forward(*args: Any) -> Tensor:
-    operands = Operands(*args)
+    operands = ScoreOperands(*args)
     return operands.query.new_empty(operands.shape)
 
 
 def forward_workspace(*args: Any) -> int:
-    """Bytes that `additive_scores` of these arguments takes aside and gives back."""
-    operands = Operands(*args)
+    """The workspace of `additive_scores` with these arguments, in bytes."""
+    operands = ScoreOperands(*args)
     return 0 if operands.middle == 0 else kernels_for(operands.query.device).forward_bytes(operands)
 
 
 # ---- backward ------------------------------------------------------------------------------------------------------
 
 
-def additive_scores_backward(onto: Tensor | None, grad: Tensor, *args: Any) -> Gradients:
-    """Gradients of what `additive_scores` took; empty ones where they are not needed.
+def additive_scores_backward(onto: Tensor | None, grad: Tensor, *args: Any) -> ScoreGradients:
+    """ScoreGradients of what `additive_scores` took; empty ones where they are not needed.
 
     That of the keys is added to `onto`, where that is given: several may attend to the same keys.
     """
     return _backward(onto, grad, *args, in_place=False)
 
 
-def additive_scores_backward_(onto: Tensor, grad: Tensor, *args: Any) -> Gradients:
-    """The same, with the gradient of the keys added to `onto` where it lies: for one that nobody reads any more."""
+def additive_scores_backward_(onto: Tensor, grad: Tensor, *args: Any) -> ScoreGradients:
+    """The same, with the gradient of the keys added to `onto` in place, which must have no later reader."""
     return _backward(onto, grad, *args, in_place=True)
 
 
-def _backward(onto: Tensor | None, grad: Tensor, *args: Any, in_place: bool) -> Gradients:
+def _backward(onto: Tensor | None, grad: Tensor, *args: Any, in_place: bool) -> ScoreGradients:
     operands = _checked(onto, grad, *args)
     if in_place and onto is not None and onto.is_contiguous():
-        results: Gradients = onto, *_gradients(operands, args[7], False, args[9])[1:]  # type: ignore[assignment]
+        results: ScoreGradients = onto, *_gradients(operands, args[7], False, args[9])[1:]  # type: ignore[assignment]
     else:
         results = _gradients(operands, *args[7:])
         if onto is not None:
@@ -181,8 +113,8 @@ def _backward(onto: Tensor | None, grad: Tensor, *args: Any, in_place: bool) -> 
     return results
 
 
-def _checked(onto: Tensor | None, grad: Tensor, *args: Any) -> Operands:
-    operands = Operands(*args[:7])
+def _checked(onto: Tensor | None, grad: Tensor, *args: Any) -> ScoreOperands:
+    operands = ScoreOperands(*args[:7])
     if tuple(grad.shape) != operands.shape or grad.dtype != operands.query.dtype:
         raise OptionError(
             f"the gradient of these scores is {operands.shape} in {operands.query.dtype}; "
@@ -193,7 +125,7 @@ def _checked(onto: Tensor | None, grad: Tensor, *args: Any) -> Operands:
     return operands
 
 
-def _gradients(operands: Operands, need_query: bool, need_keys: bool, need_weights: bool) -> Gradients:
+def _gradients(operands: ScoreOperands, need_query: bool, need_keys: bool, need_weights: bool) -> ScoreGradients:
     like = operands.query
 
     def some(tensor: Tensor | None, needed: bool) -> Tensor:
@@ -207,12 +139,12 @@ def _gradients(operands: Operands, need_query: bool, need_keys: bool, need_weigh
     )  # type: ignore[return-value]
 
 
-def _fake_backward(onto: Tensor | None, grad: Tensor, *args: Any) -> Gradients:
+def _fake_backward(onto: Tensor | None, grad: Tensor, *args: Any) -> ScoreGradients:
     return _gradients(_checked(onto, grad, *args), *args[7:])
 
 
 def backward_workspace(onto: Tensor | None, grad: Tensor, *args: Any) -> int:
-    """Bytes that `additive_scores_backward` of these arguments takes aside and gives back."""
+    """The workspace of `additive_scores_backward` with these arguments, in bytes."""
     operands = _checked(onto, grad, *args)
     return 0 if operands.middle == 0 else kernels_for(grad.device).backward_bytes(operands)
 
@@ -240,7 +172,7 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _differentiate_again(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """By way of the plain formula: right, but slow and large."""
+    """By way of the plain formula: correct, but slow and large."""
     grad, *operands = ctx.saved_tensors
     scores = functools.partial(reference.additive_scores, ctx.eps)
     found = reference.differentiate_twice(scores, [grad], operands, None, grads, (1, 0, 2, 3, 4, 5))

@@ -1,13 +1,12 @@
-"""Additive attention's scores and their gradients on GPUs: the same functions as `scores_native.py`, by
-`kernels/gpu/scores.py`.
+"""Additive attention's scores and their gradients on GPUs, by `kernels/gpu/scores.py`.
 
-Taken aside: partial sums of the weights' gradients, at most `GROUPS` rows for each of four, and with a LayerNorm four
-numbers a score. Operands whose rows are not contiguous are copied first.
+The workspace: partial sums of the weights' gradients, at most `GROUPS` rows for each of four, and with a LayerNorm four
+numbers a score. ScoreOperands whose rows are not contiguous are copied first.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,30 +14,28 @@ from torch import Tensor
 from encore.kernels.gpu import recurrent, scores
 from encore.kernels.gpu.launch import launch
 from encore.kernels.gpu.tiles import tile_for
-
-if TYPE_CHECKING:
-    from encore.rnn.scores import Gradients, Operands
+from encore.rnn.layer import copied_bytes, with_contiguous_rows
+from encore.rnn.score_kernels import ScoreGradients, ScoreOperands
 
 GROUPS = 256
 """Programs that queries are dealt out to, at most, in each tile of units: enough to fill a GPU."""
 
 
-def forward_bytes(operands: Operands) -> int:
-    """What `forward` takes aside: copies of operands that are not contiguous."""
+def forward_bytes(operands: ScoreOperands) -> int:
+    """Copies of operands whose rows are not contiguous."""
     vectors = operands.weight, operands.bias, operands.norm_weight, operands.norm_bias
-    return sum(_copied(each) for each in (operands.query, operands.keys, *vectors))
+    return sum(copied_bytes(each) for each in (operands.query, operands.keys, *vectors))
 
 
-def backward_bytes(operands: Operands) -> int:
-    """A bound on what `backward` takes aside."""
+def backward_bytes(operands: ScoreOperands) -> int:
+    """Those copies, the moments of a LayerNorm, and partial sums."""
     moments = 0 if operands.eps is None else 4 * _scores(operands)
     partial = (4 * _groups(operands) + 1) * operands.hidden
     copies = forward_bytes(operands) + _scores(operands) * operands.query.element_size()
     return copies + (moments + partial) * operands.real.itemsize
 
 
-def forward(operands: Operands, result: Tensor) -> None:
-    """Fill `result`, which is contiguous."""
+def forward(operands: ScoreOperands, result: Tensor) -> None:
     given = query, keys, *_ = _operands(operands)
     batch, queries, count = operands.shape
     tile = tile_for(operands.hidden)
@@ -50,8 +47,7 @@ def forward(operands: Operands, result: Tensor) -> None:
     )  # fmt: skip
 
 
-def backward(operands: Operands, grad: Tensor, results: Gradients, add_keys: bool) -> None:
-    """Fill `results`, of which those that are not needed are empty; `add_keys` adds to the first one's contents."""
+def backward(operands: ScoreOperands, grad: Tensor, results: ScoreGradients, add_keys: bool) -> None:
     given = query, keys, *_ = _operands(operands)
     batch, queries, count = operands.shape
     grad = grad if grad.stride(2) == 1 else grad.contiguous()
@@ -90,25 +86,16 @@ def backward(operands: Operands, grad: Tensor, results: Gradients, add_keys: boo
                 result.copy_(total)
 
 
-def _operands(operands: Operands) -> list[Any]:
+def _operands(operands: ScoreOperands) -> list[Any]:
     vectors = operands.weight, operands.bias, operands.norm_weight, operands.norm_bias
-    return [_contiguous(each) for each in (operands.query, operands.keys, *vectors)]
+    return [with_contiguous_rows(each) for each in (operands.query, operands.keys, *vectors)]
 
 
-def _contiguous(tensor: Tensor | None) -> Any:
-    """Its rows as kernels read them: the numbers of a row side by side."""
-    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _copied(tensor: Tensor | None) -> int:
-    return 0 if tensor is None or tensor.stride(-1) == 1 else tensor.numel() * tensor.element_size()
-
-
-def _scores(operands: Operands) -> int:
+def _scores(operands: ScoreOperands) -> int:
     batch, queries, keys = operands.shape
     return batch * queries * keys
 
 
-def _groups(operands: Operands) -> int:
+def _groups(operands: ScoreOperands) -> int:
     batch, queries, _ = operands.shape
     return min(GROUPS, batch * queries)

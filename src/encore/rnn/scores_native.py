@@ -1,26 +1,23 @@
 """Additive attention's scores and their gradients in C++: `kernels/scores.cpp`, called through ctypes on addresses.
 
-The structure below mirrors that of the C++ file field by field. `scores_plain.py` has the same functions in PyTorch's
-own operators.
+The structure below has the fields of the C++ file's in order.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from encore.kernels import library
 from encore.rnn.native import INT, POINTER, SUFFIX
-
-if TYPE_CHECKING:
-    from encore.rnn.scores import Gradients, Operands
+from encore.rnn.score_kernels import ScoreGradients, ScoreOperands
 
 WORK_PER_THREAD = 1 << 15
-"""A thread is worth waking for about this many numbers of the middle."""
+"""Numbers of the middle that are worth a thread."""
 
 
 class Tensor3(ctypes.Structure):
@@ -44,30 +41,28 @@ class Scores(ctypes.Structure):
 
 @functools.cache
 def scores_library() -> ctypes.CDLL:
-    """The compiled functions; raises `BuildError` where they cannot be had."""
+    """The compiled functions; raises `BuildError` if they are not available."""
     return library("scores")
 
 
-def forward_bytes(operands: Operands) -> int:
-    """What `forward` takes aside: a few rows a thread, and a sequence's queries."""
+def forward_bytes(operands: ScoreOperands) -> int:
+    """A few rows a thread, and a sequence's queries."""
     return _workspace_bytes(operands, backward=False)
 
 
-def backward_bytes(operands: Operands) -> int:
-    """What `backward` takes aside: beside that, gradients of a sequence's queries."""
+def backward_bytes(operands: ScoreOperands) -> int:
+    """In addition, gradients of a sequence's queries."""
     return _workspace_bytes(operands, backward=True)
 
 
-def forward(operands: Operands, scores: Tensor) -> None:
-    """Fill `scores`, which are contiguous."""
+def forward(operands: ScoreOperands, scores: Tensor) -> None:
     workspace = torch.empty(forward_bytes(operands), dtype=torch.uint8)
     call = _call(operands, workspace)
     call.scores = scores.data_ptr()
     _function("scores_forward", scores.dtype)(ctypes.byref(call))
 
 
-def backward(operands: Operands, grad: Tensor, results: Gradients, add_keys: bool) -> None:
-    """Fill `results`, of which those that are not needed are empty; `add_keys` adds to the first one's contents."""
+def backward(operands: ScoreOperands, grad: Tensor, results: ScoreGradients, add_keys: bool) -> None:
     workspace = torch.empty(backward_bytes(operands), dtype=torch.uint8)
     call = _call(operands, workspace)
     call.grad = _tensor(grad)
@@ -77,7 +72,7 @@ def backward(operands: Operands, grad: Tensor, results: Gradients, add_keys: boo
     _function("scores_backward", grad.dtype)(ctypes.byref(call))
 
 
-def _call(operands: Operands, workspace: Tensor) -> Scores:
+def _call(operands: ScoreOperands, workspace: Tensor) -> Scores:
     vectors = (operands.weight, operands.bias, operands.norm_weight, operands.norm_bias)
     return Scores(
         *operands.shape, operands.hidden, _threads(operands), operands.eps is not None, operands.eps or 0.0,
@@ -85,12 +80,12 @@ def _call(operands: Operands, workspace: Tensor) -> Scores:
     )  # fmt: skip
 
 
-def _threads(operands: Operands) -> int:
+def _threads(operands: ScoreOperands) -> int:
     batch, _, keys = operands.shape
     return max(1, min(torch.get_num_threads(), operands.middle // WORK_PER_THREAD, batch * keys))
 
 
-def _workspace_bytes(operands: Operands, *, backward: bool) -> int:
+def _workspace_bytes(operands: ScoreOperands, *, backward: bool) -> int:
     ask: Any = getattr(scores_library(), f"workspace_bytes_{SUFFIX[operands.query.dtype]}")
     ask.restype = INT
     return ask(INT(operands.hidden), INT(operands.shape[1]), INT(_threads(operands)), INT(backward))

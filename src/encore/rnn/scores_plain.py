@@ -1,42 +1,39 @@
-"""Additive attention's scores and their gradients in PyTorch's own operators, a block of the middle at a time: the same
-functions as `scores_native.py`, for where there is no C++ compiler, and for devices other than the CPU.
+"""Additive attention's scores and their gradients in PyTorch's own operators, a block of the middle at a time: without
+a C++ compiler, and on other devices than the CPU.
 
-A block is some sequences, some of their queries, and all keys or some of them, so that what it holds at once is bounded
-whatever the lengths are.
+A block is some sequences, some of their queries, and all keys or some of them, so that its memory is bounded for any
+lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from encore.rnn.scores import Gradients, Operands
+from encore.rnn.score_kernels import ScoreGradients, ScoreOperands
 
 aten = torch.ops.aten
 BLOCK = 1 << 18
-"""Numbers of the middle that are made at once: about what a core's second cache holds."""
+"""Numbers of the middle that are computed at once: about the size of a core's second cache."""
 BLOCKS_ALIVE = 7
-"""No more tensors of a block's size are alive at once, whatever small ones there are beside them included."""
+"""No more tensors of a block's size are alive at once, small ones included."""
 
 
-def forward_bytes(operands: Operands) -> int:
-    """A bound on what `forward` allocates."""
+def forward_bytes(operands: ScoreOperands) -> int:
     return _alive(operands) * operands.real.itemsize
 
 
-def backward_bytes(operands: Operands) -> int:
-    """A bound on what `backward` allocates: blocks, and gradients of a block's keys and of all weights."""
+def backward_bytes(operands: ScoreOperands) -> int:
+    """Blocks, and gradients of a block's keys and of all weights."""
     sequences, _, _ = _block(operands)
     sums = sequences * operands.keys.shape[1] * operands.hidden + 4 * operands.hidden
     return (_alive(operands) + sums) * operands.real.itemsize
 
 
-def forward(operands: Operands, scores: Tensor) -> None:
+def forward(operands: ScoreOperands, scores: Tensor) -> None:
     real = operands.real
     weight = operands.weight.to(real)
     for sequences, queries, keys in _blocks(operands):
@@ -47,8 +44,7 @@ def forward(operands: Operands, scores: Tensor) -> None:
         scores[sequences, queries, keys] = middle.tanh_() @ weight
 
 
-def backward(operands: Operands, grad: Tensor, results: Gradients, add_keys: bool) -> None:
-    """Fill `results`, of which those that are not needed are empty; `add_keys` adds to the first one's contents."""
+def backward(operands: ScoreOperands, grad: Tensor, results: ScoreGradients, add_keys: bool) -> None:
     real, like = operands.real, operands.query
     for_keys, for_query, *for_weights = results
     totals = [torch.zeros(operands.hidden, dtype=real, device=like.device) for _ in range(4)]
@@ -77,7 +73,7 @@ def backward(operands: Operands, grad: Tensor, results: Gradients, add_keys: boo
 
 
 def _middle_gradient(
-    operands: Operands, grad: Tensor, sequences: slice, queries: slice, keys: slice, totals: list[Tensor]
+    operands: ScoreOperands, grad: Tensor, sequences: slice, queries: slice, keys: slice, totals: list[Tensor]
 ) -> Tensor:
     """The gradient of the sums of a block; gradients of weight and LayerNorm are added to the totals."""
     real, shape = operands.real, [operands.hidden]
@@ -101,7 +97,7 @@ def _middle_gradient(
     return found
 
 
-def _sums(operands: Operands, sequences: slice, queries: slice, keys: slice) -> Tensor:
+def _sums(operands: ScoreOperands, sequences: slice, queries: slice, keys: slice) -> Tensor:
     """Queries plus keys of a block, in memory of their own."""
     query = operands.query[sequences, queries].to(operands.real)
     if operands.bias is not None:
@@ -113,7 +109,7 @@ def _wide(tensor: Tensor | None, real: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(real)
 
 
-def _block(operands: Operands) -> tuple[int, int, int]:
+def _block(operands: ScoreOperands) -> tuple[int, int, int]:
     """How many sequences, queries and keys a block has."""
     batch, queries, keys = operands.shape
     some_keys = max(1, min(keys, BLOCK // operands.hidden))
@@ -121,7 +117,7 @@ def _block(operands: Operands) -> tuple[int, int, int]:
     return max(1, min(batch, BLOCK // (some_queries * some_keys * operands.hidden))), some_queries, some_keys
 
 
-def _blocks(operands: Operands) -> Iterator[tuple[slice, slice, slice]]:
+def _blocks(operands: ScoreOperands) -> Iterator[tuple[slice, slice, slice]]:
     """Sequence by sequence, and there query by query."""
     sequences, queries, keys = (
         [slice(start, min(start + step, size)) for start in range(0, size, step)]
@@ -130,7 +126,7 @@ def _blocks(operands: Operands) -> Iterator[tuple[slice, slice, slice]]:
     return ((some, those, these) for some in sequences for those in queries for these in keys)
 
 
-def _alive(operands: Operands) -> int:
+def _alive(operands: ScoreOperands) -> int:
     sequences, queries, keys = _block(operands)
     rows = sequences * (queries + keys + queries * keys)
     return BLOCKS_ALIVE * rows * operands.hidden

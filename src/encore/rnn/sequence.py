@@ -3,7 +3,7 @@
 A sequence lies in memory as rows, step after step: `[T, B]` flattened, or a `PackedSequence`'s data, where later steps
 have fewer rows because shorter sequences have ended. A layer walks the steps forwards or, for the second direction of
 a bidirectional one, backwards; "before" and "first" below are meant in the order of that walk. Work is done a chunk of
-steps at a time, so that what it takes aside is bounded by the chunk.
+steps at a time, so that its workspace is bounded by the chunk.
 """
 
 from __future__ import annotations
@@ -46,6 +46,15 @@ class Chunk:
     def rows(self) -> int:
         return self.last - self.first
 
+    @property
+    def in_memory(self) -> slice:
+        """Its rows."""
+        return slice(self.first, self.last)
+
+    def within(self, chunk: Chunk) -> slice:
+        """Its rows, counted from the first of a chunk that it is a part of."""
+        return slice(self.first - chunk.first, self.last - chunk.first)
+
 
 @dataclass(frozen=True, slots=True)
 class Walk:
@@ -61,7 +70,7 @@ class Walk:
     starts: tuple[int, ...]
     """First row of each time step."""
     kept: int
-    """Rows of the states that enter its chunks, the first one aside."""
+    """Rows of the states that enter its chunks, without the first one."""
 
     def single_steps(self, chunk: Chunk) -> tuple[Chunk, ...]:
         """The steps of a chunk as chunks of their own."""
@@ -79,13 +88,13 @@ class Walk:
 
 
 def chunk_steps(steps: int, batch: int, keep: int, rows: int) -> int:
-    """How many steps a chunk has: those between two kept states, or as many as `rows` take."""
+    """Steps of a chunk: those between two kept states, or as many as have `rows` rows."""
     wanted = keep or -(-rows // max(batch, 1))
     return max(1, min(wanted, steps))
 
 
 def kept_rows(steps: int, batch: int, rows: int, keep: int) -> int:
-    """How many rows of states are kept at the starts of chunks, at most: a fact of shapes alone."""
+    """A bound on the rows of states that are kept at the starts of chunks, from shapes alone."""
     if keep == 0:
         return rows
     if isinstance(keep, int) and isinstance(steps, int) and keep >= steps:
@@ -99,7 +108,7 @@ def dense_walk(steps: int, batch: int, reverse: bool, a_chunk: int) -> Walk:
 
 
 def can_walk(sizes: Sequence[int], batch: int, rows: int) -> bool:
-    """Do these sizes fall from the batch to no less than one, and add up to the rows?"""
+    """Return whether these sizes fall from the batch to no less than one, and add up to the rows."""
     if not sizes or sum(sizes) != rows or sizes[0] != batch or sizes[-1] < 1:
         return False
     return all(before >= after for before, after in itertools.pairwise(sizes))
@@ -127,13 +136,14 @@ def packed_walk(batch_sizes: Tensor, reverse: bool, a_chunk: int, batch: int, ro
     return _walk(reached, reverse, a_chunk, batch)
 
 
-def made_up_sizes(rows: int, steps: int, batch: int) -> list[int]:
-    """Batch sizes with that many rows, longest sequences first."""
-    left, sizes = rows - steps, []
-    for _ in range(steps):
-        sizes.append(1 + max(0, min(left, batch - 1)))
-        left -= sizes[-1] - 1
-    return sizes
+def fill_sizes(batch_sizes: Tensor, rows: int, batch: int) -> Tensor:
+    """Fill in batch sizes with that many rows, longest sequences first."""
+    left = rows - len(batch_sizes)
+    for step in range(len(batch_sizes)):
+        more = max(0, min(left, batch - 1))
+        batch_sizes[step] = 1 + more
+        left -= more
+    return batch_sizes
 
 
 def _walk(active: tuple[int, ...], reverse: bool, a_chunk: int, batch: int) -> Walk:
@@ -171,7 +181,7 @@ def _single_steps(active: tuple[int, ...], reverse: bool, batch: int) -> tuple[C
 
 
 def previous_rows(walk: Walk, chunk: Chunk) -> list[tuple[int, int, int]]:
-    """Where the steps of a chunk find their states, in runs `(row in the chunk, row in the outputs, count)`.
+    """The states that the steps of a chunk find, in runs `(row in the chunk, row in the outputs, count)`.
 
     A row in the outputs of `-1 - b` means row `b` of the initial state: no step before has touched it.
     """

@@ -1,7 +1,7 @@
 """Layers and directions of a recurrent network, one operator each: `encore.nn`'s modules and captured `torch.nn` ones.
 
-The network's cell comes as a function that runs one layer in one direction. What stands between layers, and the order
-in which dropout draws, is `torch.nn`'s: the same seed gives the same masks.
+A function runs one layer in one direction. What happens between layers, and the order in which dropout draws, is
+`torch.nn`'s: the same seed gives the same masks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from encore.rnn import elman, gru, lstm  # noqa: F401  (defines the operators)
 from encore.rnn.packing import dropped_rows
 
 Layer = Callable[[Sequence[Any], Sequence[Tensor | None], Tensor | None, bool], tuple[Tensor, ...]]
-"""Given input and initial states, weights (input, recurrent, their biases, projection), sizes of a packed batch, and
-whether it walks backwards: the output and the last states."""
+"""Takes input and initial states, weights (input, recurrent, their biases, projection), sizes of a packed batch, and
+whether it goes backwards; returns the output and the last states."""
 
 
 def lstm_layer(keep: int) -> Layer:

@@ -1,20 +1,18 @@
-"""How a recurrent layer lays out its work, and which way is fastest here.
+"""How a recurrent layer lays out its work, and which layout is fastest on this machine.
 
 A few things can be chosen without changing a result. The recurrent **weight** is packed into the tiles of
-`kernels/recurrent.cpp`, which costs a pass over it and pays from the second step on, or a library multiplies once a
-step: with the weight as stored, transposed, or prepacked by MKL, or with states turned (`products.py`). The large
-products take a **chunk** of so many rows at a time: more rows are faster on some machines and take more memory aside.
-They run before and after a chunk's steps on all threads, or beside them on half of the threads, in two **lanes**
-(`lanes.py`). Products of bfloat16 read it widened to float32, or **narrow**, as it is, where the processor multiplies
-such numbers. And the module `encore.nn.LSTM` can leave a call that keeps everything to `torch.nn`'s layer: around a
-small one, an operator in Python takes longer than its work.
+`kernels/recurrent.cpp`, which costs a pass over it and pays from the second step on, or PyTorch multiplies once a step,
+with the weight as stored or transposed (`products.py`). The large products take a **chunk** of so many rows at a time:
+more rows are faster on some machines and take a larger workspace. Products of bfloat16 read it widened to float32, or
+**narrow**, directly, if the processor multiplies such numbers. And the module `encore.nn.LSTM` can leave a call that
+keeps everything to `torch.nn`'s layer: around a small one, an operator in Python takes longer than its work.
 
-Which is best differs by size and machine, so it is measured: `encore tune` runs the layouts of given sizes in turns and
-keeps their seconds in the machine's cache (`measurements.py`). Nothing is measured while a model trains.
-Where the cache has nothing for a size, `rule` decides, so that one machine and one cache always give one answer, and
-a workspace that is told beforehand is the one that is taken. A process reads the cache once.
+Which is best differs by size and machine, so it is measured: `encore tune` runs the layouts of given sizes interleaved
+and keeps their seconds in the machine's cache (`measurements.py`). Nothing is measured while a model trains. If the
+cache has nothing for a size, `rule` decides, so that one machine and one cache always give one answer, and a workspace
+that is predicted is the one that is taken. A process reads the cache once.
 
-Keys hold the cell, its widths, the type, the device and the threads as they are, and steps and batch by powers of two:
+Keys have the cell, its widths, the type, the device and the threads as they are, and steps and batch by powers of two:
 layouts win by factors of sizes, and training sees many lengths. On a CUDA device the batch is left out.
 """
 
@@ -33,10 +31,9 @@ import torch
 
 from encore.measurements import machine_cache
 from encore.rnn import native
-from encore.rnn.products import has_prepacked, worth_prepacking
 
 CHUNKS = (0.5, 1, 2)
-"""What is tried: chunks of so many times `chunk_rows`."""
+"""Chunks of so many times `chunk_rows` are candidates."""
 LEAST_ROWS, MOST_ROWS, CHUNK_NUMBERS = 512, 4096, 1024 * 512
 """A chunk has so many rows at least, and so many numbers of a unit's each."""
 SINGLE = 16
@@ -45,8 +42,8 @@ LEAN_STEPS = 8
 """Steps between two kept cell states, at least: every eighth costs half a byte a unit and step."""
 SECONDS = 0.25
 """Spent on a layout, on average; those that are not far behind run three times or more."""
-MUST_GAIN, LANES_MUST_GAIN = 1.05, 1.15
-"""So many times as long as a layout, and as one of two lanes, must the usual one take for it to be given up."""
+MUST_GAIN = 1.05
+"""So many times as long as a layout must the usual one take to be replaced by it."""
 BEHIND = 1.5
 """A layout that takes so many times as long as the best is not run again."""
 PREFIX = "rnn layout 5"
@@ -54,27 +51,24 @@ PREFIX = "rnn layout 5"
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class LayerLayout:
     """One way to lay out a layer's work."""
 
     weight: str
-    """The recurrent one: `packed`, or `stored`, `transposed`, `prepacked` or `turned` and multiplied once a step."""
+    """The recurrent one: `packed`, or `stored` or `transposed` and multiplied once a step."""
     rows: int
     """Of a chunk, at most; an LSTM that keeps c every K steps has chunks of K steps instead."""
-    lanes: int = 1
-    """2: the steps run on half of the threads while the other half multiplies."""
     narrow: bool = False
-    """Products read bfloat16 as it is; packed weights alone can be."""
+    """Whether products read bfloat16 directly; only with a packed weight."""
 
     def __str__(self) -> str:
         if self == TORCHS:
             return "torch.nn's"
-        words = ("two lanes" * (self.lanes == 2), "narrow" * self.narrow)
-        return ", ".join((f"{self.weight}, {self.rows} rows", *filter(None, words)))
+        return f"{self.weight}, {self.rows} rows{', narrow' * self.narrow}"
 
 
-TORCHS = Layout("torch.nn", 0)
-"""No layout of ours: `torch.nn`'s own layer."""
+TORCHS = LayerLayout("torch.nn", 0)
+"""`torch.nn`'s own layer instead of a layout of Encore's."""
 NARROW, FEW, SHORT = 128, 1 << 20, 256
 """Layers of so few units, and sequences of so few numbers and fewer steps, are left to `torch.nn`."""
 
@@ -89,7 +83,7 @@ class Size:
     steps: int
     batch: int
     keeps: bool
-    """Are gates kept? (`stash="fast"`)"""
+    """Whether gates are kept (`stash="fast"`)."""
     dtype: torch.dtype
     device: str
     threads: int
@@ -111,7 +105,7 @@ def _power(number: int) -> int:
 
 
 def chunk_rows(hidden: int) -> int:
-    """Rows from which matrix products of a layer run at nearly full speed; more take more memory aside.
+    """Rows from which matrix products of a layer run at nearly full speed; more take a larger workspace.
 
     A product of narrow matrices needs more rows: on a two-core Ice Lake server, an LSTM of 64 units, batch 64 and 100
     steps took 20 ms in chunks of 512 rows and 15 in chunks of 4096, where one of 512 units took 466 and 430 in chunks
@@ -120,8 +114,8 @@ def chunk_rows(hidden: int) -> int:
     return max(LEAST_ROWS, min(CHUNK_NUMBERS // max(hidden, 1), MOST_ROWS))
 
 
-def rule(size: Size) -> Layout:
-    """What a module does at a size that nobody has measured.
+def rule(size: Size) -> LayerLayout:
+    """What a module does at a size that was not measured.
 
     On that server and on an Emerald Rapids one, `torch.nn`'s LSTM of 64 units was up to 1.5 times as fast for up to 100
     steps, and slower beyond that; with 256 units it was at most a tenth faster.
@@ -132,74 +126,63 @@ def rule(size: Size) -> Layout:
     return operator_rule(size)
 
 
-def operator_rule(size: Size) -> Layout:
-    """The layout of an operator that nobody has measured: packed from the second step on, in one lane.
+def operator_rule(size: Size) -> LayerLayout:
+    """The layout of an operator at a size that was not measured: packed from the second step on.
 
     Over 64 to 1024 units, batches of 1 to 128 and 10 to 500 steps on those servers, packing won or was within a tenth,
-    but for single rows and few steps with a large weight: it is read once more to be packed. Two lanes took 0.9 to 1.15
-    of one's time with both cores to themselves, and 0.6 to 0.85 beside others' work.
+    except for single rows and few steps with a large weight, which is read once more to be packed.
     """
     if size.steps == 1 or (size.batch == 1 and SINGLE * size.steps <= size.hidden):
-        return Layout("stored", chunk_rows(size.hidden))
-    return Layout("packed", chunk_rows(size.hidden), narrow=may_narrow(size))
+        return LayerLayout("stored", chunk_rows(size.hidden))
+    return LayerLayout("packed", chunk_rows(size.hidden), narrow=may_narrow(size))
 
 
 def may_narrow(size: Size) -> bool:
-    """Does the processor multiply such numbers as they are?"""
+    """Return whether the processor multiplies such numbers directly."""
     return size.device == "cpu" and native.multiplies(size.dtype)
 
 
-def may_share(size: Size) -> bool:
-    """Can two lanes be worth trying?"""
-    return size.device == "cpu" and size.threads > 1 and size.steps * size.batch >= 2 * chunk_rows(size.hidden)
-
-
 def may_leave(size: Size) -> bool:
-    """Is `torch.nn`'s layer worth trying? It is one call of oneDNN's for these alone."""
+    """Return whether `torch.nn`'s layer is a candidate: only for these it is one call of oneDNN's."""
     compiled = size.device == "cpu" and torch.backends.mkldnn.is_available()
     return size.cell == "lstm" and size.keeps and size.dtype == torch.float32 and compiled
 
 
 def lean_steps(batch: int, hidden: int) -> int:
-    """How many steps should lie between two kept states, so that products which build gates again are large.
+    """Steps between two kept states, so that the products which recompute gates are large.
 
-    Half of a chunk's rows: whoever asks for few bytes would rather not have them aside, and is 3 % slower for it.
+    Half of a chunk's rows: they make the step 3 % slower, and the workspace of a lean layer smaller.
     """
     return max(LEAN_STEPS, -(-max(LEAST_ROWS, chunk_rows(hidden) // 2) // max(batch, 1)))
 
 
-def ways(size: Size) -> list[Layout]:
-    """All that a module can do."""
+def ways(size: Size) -> list[LayerLayout]:
+    """All candidates of a module."""
     return [*layouts(size), *([TORCHS] if may_leave(size) else [])]
 
 
-def layouts(size: Size) -> list[Layout]:
-    """Those of the operators; chunks that hold the whole sequence are one and the same."""
+def layouts(size: Size) -> list[LayerLayout]:
+    """Those of the operators; all chunks of the whole sequence are the same."""
     usual, all_rows = chunk_rows(size.hidden), size.steps * size.batch
     if size.steps == 1:
-        return [Layout("stored", usual)]
+        return [LayerLayout("stored", usual)]
     rows = [usual]
     if size.cell != "lstm" or size.keeps:
         others = (int(usual * times) for times in CHUNKS)
         rows += [count for count in others if count != usual and min(count, usual) < all_rows and count < 2 * all_rows]
-    weights = ["stored", "transposed", "turned"]
-    rows_of_weight = {"lstm": 4, "gru": 3, "elman": 1}[size.cell] * size.hidden
-    if has_prepacked(size.dtype, size.device) and worth_prepacking(size.batch, rows_of_weight, size.hidden):
-        weights.append("prepacked")
-    found = [*(Layout("packed", count) for count in rows), *(Layout(weight, usual) for weight in weights)]
-    if may_share(size):
-        found += [Layout("packed", count, 2) for count in rows if count * 2 <= all_rows]
+    found = [LayerLayout("packed", count) for count in rows]
+    found += [LayerLayout(weight, usual) for weight in ("stored", "transposed")]
     if may_narrow(size):
         found += [dataclasses.replace(layout, narrow=True) for layout in found if layout.weight == "packed"]
     return found
 
 
-_forced: list[Layout] = []
+_forced: list[LayerLayout] = []
 
 
 @contextlib.contextmanager
-def forced(layout: Layout) -> Iterator[None]:
-    """Every layer uses this layout: what measuring takes."""
+def forced(layout: LayerLayout) -> Iterator[None]:
+    """A context in which every layer uses this layout, for measurements."""
     _forced.append(layout)
     try:
         yield
@@ -209,10 +192,10 @@ def forced(layout: Layout) -> Iterator[None]:
 
 def layout_of(
     cell: str, inputs: int, hidden: int, steps: int, batch: int, keeps: bool, dtype: torch.dtype, device: str
-) -> Layout:
+) -> LayerLayout:
     """The layout that a call of an operator uses."""
     if steps == 1:
-        return Layout("stored", chunk_rows(hidden))
+        return LayerLayout("stored", chunk_rows(hidden))
     if _forced:
         return _forced[-1]
     threads = torch.get_num_threads() if device == "cpu" else 0
@@ -220,20 +203,20 @@ def layout_of(
 
 
 def left_to_torch(cell: str, inputs: int, hidden: int, steps: int, batch: int, dtype: torch.dtype, device: str) -> bool:
-    """Should a module that keeps everything leave this call to `torch.nn`'s layer?"""
+    """Return whether a module that keeps everything leaves this call to `torch.nn`'s layer."""
     if _forced:
         return _forced[-1] == TORCHS
     threads = torch.get_num_threads() if device == "cpu" else 0
     return _chosen(cell, inputs, hidden, steps, batch, True, dtype, device, threads)[1] == TORCHS
 
 
-def of_module(size: Size) -> Layout:
+def of_module(size: Size) -> LayerLayout:
     """What a module does at this size."""
     return _chosen(*(getattr(size, field.name) for field in dataclasses.fields(size)))[1]
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(*facts: Any) -> tuple[Layout, Layout]:
+def _chosen(*facts: Any) -> tuple[LayerLayout, LayerLayout]:
     """For an operator, and for a module."""
     size = Size(*facts)
     known = measured(size)
@@ -242,19 +225,19 @@ def _chosen(*facts: Any) -> tuple[Layout, Layout]:
     return best_of(known, operator_rule(size), layouts(size)), best_of(known, rule(size), known)
 
 
-def best_of(known: Mapping[Layout, float], usual: Layout, among: Iterable[Layout]) -> Layout:
-    """The fastest, if it is clearly faster than the usual one: clocks are not that exact, and lanes take memory."""
+def best_of(known: Mapping[LayerLayout, float], usual: LayerLayout, among: Iterable[LayerLayout]) -> LayerLayout:
+    """The fastest, if it is clearly faster than the usual one: clocks are not that exact."""
 
-    def price(layout: Layout) -> float:
-        return known[layout] * (1 if layout == usual else LANES_MUST_GAIN if layout.lanes == 2 else MUST_GAIN)
+    def price(layout: LayerLayout) -> float:
+        return known[layout] * (1 if layout == usual else MUST_GAIN)
 
     return min(among, key=price)
 
 
-def measured(size: Size) -> dict[Layout, float]:
-    """Seconds of each way, from the cache; nothing unless all of them are there."""
+def measured(size: Size) -> dict[LayerLayout, float]:
+    """Seconds of each candidate, from the cache; nothing unless all of them are there."""
     cache = machine_cache()
-    found: dict[Layout, float] = {}
+    found: dict[LayerLayout, float] = {}
     for layout in ways(size):
         seconds = cache.get(_entry(size, layout))
         if seconds is None or not math.isfinite(seconds) or seconds <= 0:
@@ -263,20 +246,20 @@ def measured(size: Size) -> dict[Layout, float]:
     return found
 
 
-def _entry(size: Size, layout: Layout) -> str:
+def _entry(size: Size, layout: LayerLayout) -> str:
     return f"{size.key}|{layout}"
 
 
 def forget() -> None:
-    """Look at the cache again: for the process that tunes."""
+    """Read the cache again, in the process that tunes."""
     _chosen.cache_clear()
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------
 
 
-def tune(size: Size, seconds: float = SECONDS) -> dict[Layout, float]:
-    """Run the layouts of a size in turns, forward and backward, and keep the best time of each."""
+def tune(size: Size, seconds: float = SECONDS) -> dict[LayerLayout, float]:
+    """Run the layouts of a size interleaved, forward and backward, and keep the best time of each."""
     step = _step(size)
     best = dict.fromkeys(ways(size), math.inf)
     racing = list(best)
@@ -306,7 +289,7 @@ def tune(size: Size, seconds: float = SECONDS) -> dict[Layout, float]:
 
 
 def _step(size: Size) -> Callable[[], float]:
-    """A function that runs a layer of this size forward and backward once and tells its seconds."""
+    """A function that runs a layer of this size forward and backward once and returns its seconds."""
     from encore.rnn import modules
 
     kinds: dict[str, Callable[..., torch.nn.Module]]

@@ -1,13 +1,13 @@
-"""GPU kernels in Triton, twins of the C++ sources beside this folder.
+"""GPU kernels in Triton, counterparts of the C++ sources in the folder above.
 
 What lives here: functions under `@triton.jit`, one module a family, and what says whether they can run. What may not:
-tensors, operators, decisions; those who launch the kernels (`rnn/gpu.py`) own the buffers. Importing this package does
-not import Triton, which may be missing; importing one of its modules does.
+tensors, operators, decisions; the modules that launch the kernels (`rnn/gpu.py`) own the buffers. Importing this
+package does not import Triton, which may be missing; importing one of its modules does.
 
 Rules that hold for every kernel, and are tested without a GPU:
 
 - offsets into tensors are 64-bit: tensors may have more than 2^31 elements;
-- how large a tile is follows from the width of a row alone, and nothing is compiled anew for another batch;
+- the size of a tile depends on the width of a row alone, and nothing is compiled again for another batch;
 - narrow types are computed in float32;
 - only what Triton's interpreter knows as well is used, so that what is tested is what runs. Sums are `tl.reduce`: the
   interpreter takes `tl.sum` only where it was switched on before Triton was imported.
@@ -27,7 +27,7 @@ LEAST_CAPABILITY = (8, 0)
 
 @functools.cache
 def has_gpu_kernels(device: torch.device, instead: str) -> bool:
-    """Do kernels run on this device? Where they should and cannot be had, one warning says why, and what is done."""
+    """Return whether kernels run on this device. If they should and are not available, one warning says why."""
     if device.type != "cuda":
         return False
     reason = _missing(device)
@@ -37,7 +37,7 @@ def has_gpu_kernels(device: torch.device, instead: str) -> bool:
 
 
 def _missing(device: torch.device) -> str | None:
-    """A device that this machine does not have is one that an estimate is made for: it counts as able."""
+    """What is missing. A device that this machine does not have belongs to an estimate: nothing is missing."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (`pip install 'encore-torch[gpu]'`)"
     if torch.version.hip is None and torch.cuda.is_available():

@@ -1,6 +1,6 @@
-"""One bit an element, twins of `bits.cpp`'s: masks packed and unpacked, and operators that read packed masks.
+"""One bit an element, the counterpart of `bits.cpp`: masks packed and unpacked, and operators that read packed masks.
 
-Floating-point numbers come as integers of their width where their bits tell enough. `count` is the number of elements.
+Floating-point numbers come as integers of their width if their bits suffice. `count` is the number of elements.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pack_bools(source, code, count, BYTES: tl.constexpr):
 def pack_signs(
     source, code, count, INFINITY: tl.constexpr, SIZE: tl.constexpr, NAN_PASSES: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip
-    """Above zero, told from the bits of a number; NaN counts as `NAN_PASSES` says. `SIZE`: all bits but the sign's."""
+    """Above zero, by the bits of a number; NaN counts as `NAN_PASSES` says. `SIZE`: all bits but the sign's."""
     bytes_, at = _eights(BYTES)
     number = tl.load(source + at, at < count, 0)
     flags = number > 0

@@ -1,4 +1,4 @@
-"""Floating-point numbers in fewer bits, twins of `floats.cpp`'s: sixteen, ten, eight; and groups of small integers.
+"""Floating-point numbers in fewer bits (16, 10 or 8), and groups of small integers, the counterpart of `floats.cpp`.
 
 Sources and results are float32, bfloat16 or float16, which lie as integers of their width (`KIND`); `count` elements.
 """

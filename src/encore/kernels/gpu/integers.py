@@ -1,4 +1,4 @@
-"""Integers in fewer bytes, twins of `integers.cpp`'s: what is left above a base, and back."""
+"""Integers in fewer bytes, the counterpart of `integers.cpp`: what is left above a base, and back."""
 
 from __future__ import annotations
 

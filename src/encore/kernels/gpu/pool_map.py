@@ -1,4 +1,4 @@
-"""Max pooling that remembers where in its window a maximum stood, twins of `pool_map.cpp`'s.
+"""Max pooling that remembers where in its window a maximum stood, the counterpart of `pool_map.cpp`.
 
 Results are numbered in the order of memory; `channels` is 1 unless channels lie innermost. Forward goes through the
 taps of each result's window: the first of equal maxima wins, the last NaN does. Backward goes through the results that

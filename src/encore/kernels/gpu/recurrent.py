@@ -1,8 +1,8 @@
-"""The cells of recurrent layers, twins of `recurrent.cpp`'s: all pointwise work of a step in one pass.
+"""The cells of recurrent layers, the counterpart of `recurrent.cpp`: all pointwise work of a step in one pass.
 
 The product with the recurrent weight is cuBLAS's, before or after. Pointers are those of a step's first row; a row of
-gates holds 4 times `hidden` numbers. `active` rows take part. Outputs that are not wanted are None. Where a kernel may
-write over what it reads (gradients of gates over gates), each program reads its own tile before it writes it.
+gates holds 4 times `hidden` numbers. `active` rows take part. Outputs that are not needed are None. If a kernel may
+overwrite what it reads (gradients of gates over gates), each program reads its own tile before it writes it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _previous(left, found, initial, rows, units, hidden, inside):
 def lstm_cell(
     products, bias, cell, raw, output, after, gates, cells, active, hidden, ROWS: tl.constexpr, UNITS: tl.constexpr
 ):  # fmt: skip
-    """A step forward: c in place, and h into `output` and `after`, or into `raw` where it is projected later."""
+    """A step forward: c in place, and h into `output` and `after`, or into `raw` if it is projected later."""
     rows, units, inside, hidden = _tile(active, hidden, ROWS, UNITS)
     i, f, g, o = _lstm_gates(products, bias, rows, units, hidden, inside)
     at = rows * hidden + units
@@ -131,7 +131,7 @@ def lstm_cell_backward(
 def incoming(
     grad_state, grad_output, grad_stride, total, active, width, ROWS: tl.constexpr, UNITS: tl.constexpr
 ):  # fmt: skip
-    """What reaches h of a step, where a projection is yet to be gone back through."""
+    """What reaches h of a step, before its projection is differentiated."""
     rows, units, inside, width = _tile(active, width, ROWS, UNITS)
     grad = _incoming(grad_state, grad_output, grad_stride, rows, units, width, inside)
     tl.store(total + rows * width + units, grad, inside)

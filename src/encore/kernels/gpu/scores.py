@@ -1,9 +1,9 @@
-"""Additive attention's scores and their gradients, twins of `scores.cpp`'s.
+"""Additive attention's scores and their gradients, the counterpart of `scores.cpp`.
 
 A program takes one query and a tile of keys, or goes through queries (keys) for the gradient of a tile of keys (a
 query): the middle, `[batch, queries, keys, hidden]`, exists a tile at a time, in registers. With a LayerNorm, four
 numbers a score are kept while backward runs: the mean and the rate of its row, and the means of its gradient, plain and
-along the row. Sums come out in an order that shapes alone decide: nothing is added by whoever comes first.
+along the row. Sums come out in an order that shapes alone decide: nothing is added in order of arrival.
 
 Rows lie anywhere, numbers of a row side by side; `query_row` and its kin are strides. `EPS` is None without LayerNorm.
 """
@@ -88,7 +88,7 @@ def score_moments(
     query, keys, weight, bias, norm_weight, norm_bias, grad, moments, queries, count, tiles, rows, hidden, query_batch,
     query_row, key_batch, key_row, grad_batch, grad_row, EPS: tl.constexpr, KEYS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """What LayerNorm's backward wants to know of each row of the middle: `moments` is `[4, rows, count]`."""
+    """What LayerNorm's backward needs of each row of the middle: `moments` is `[4, rows, count]`."""
     row = tl.program_id(0).to(tl.int64) // tiles
     batch = row // queries
     which = tl.program_id(0).to(tl.int64) % tiles * KEYS + tl.arange(0, KEYS)[:, None]

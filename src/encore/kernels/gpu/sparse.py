@@ -1,4 +1,4 @@
-"""Non-zeros side by side with a bitmap, twins of `sparse.cpp`'s. An element is zero if all of its bits are.
+"""Non-zeros side by side with a bitmap, the counterpart of `sparse.cpp`. An element is zero if all of its bits are.
 
 Elements come as integers of their width. A tile counts its non-zeros; sums of these counts say where the non-zeros of
 each tile begin (`starts`), and each tile writes, or reads, its own.

@@ -1,8 +1,7 @@
-"""Two threads that share a layer's work: the same bits every time, errors told to the caller, nothing left behind."""
+"""Layers on several threads: the same bits every time, from several callers, and nothing left behind by an error."""
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any
 
@@ -12,13 +11,12 @@ from torch import Tensor
 
 import encore
 from encore.rnn import layer, tuning
-from encore.rnn.lanes import TwoLanes
-from encore.rnn.tuning import Layout
+from encore.rnn.tuning import LayerLayout
 from support.recurrent_pairs import KINDS
 
-pytestmark = pytest.mark.usefixtures("own_layers")
+pytestmark = pytest.mark.usefixtures("own_layers", "two_threads")
 
-LAYOUT = Layout("packed", 64, 2)
+LAYOUT = LayerLayout("packed", 64)
 
 
 def gradients(module: torch.nn.Module, x: Tensor) -> list[Tensor]:
@@ -35,7 +33,6 @@ def two_threads() -> Any:
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("stash", ["fast", "lean"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bits_every_time(kind: str, stash: str) -> None:
@@ -47,7 +44,6 @@ def test_the_same_bits_every_time(kind: str, stash: str) -> None:
     assert torch.get_num_threads() == 2
 
 
-@pytest.mark.usefixtures("two_threads")
 def test_several_callers_at_once() -> None:
     module = encore.nn.LSTM(48, 96)
     inputs = [torch.randn(80, 16, 48, requires_grad=True) for _ in range(4)]
@@ -67,7 +63,6 @@ def test_several_callers_at_once() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[number], expected, strict=True))
 
 
-@pytest.mark.usefixtures("two_threads")
 def test_without_gradients_and_in_inference() -> None:
     module = encore.nn.LSTM(48, 96)
     x = torch.randn(80, 16, 48)
@@ -77,44 +72,20 @@ def test_without_gradients_and_in_inference() -> None:
             assert torch.equal(module(x)[0], expected)
 
 
-@pytest.mark.usefixtures("two_threads")
 def test_an_error_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     module = encore.nn.LSTM(48, 96, stash="lean")
     x = torch.randn(80, 16, 48, requires_grad=True)
     with tuning.forced(LAYOUT):
         output = module(x)[0]
 
-    def refuse(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("no room for gates")
 
     with monkeypatch.context() as patch:
-        patch.setattr(layer.kernels_for(x.device), "lstm_rebuild", refuse)
+        patch.setattr(layer.kernels_for(x.device), "rebuild", fail)
         with pytest.raises(RuntimeError, match="no room for gates"):
             output.sum().backward(retain_graph=True)
     assert torch.get_num_threads() == 2
     output.sum().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
-
-
-def test_sums_are_added_up_in_order() -> None:
-    order: list[int] = []
-    with TwoLanes() as lanes:
-        for number in range(200):
-            lanes.later(lambda number=number: order.append(number), "sum")  # type: ignore[misc]
-    assert order == list(range(200))
-
-
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_has_lanes_of_its_own() -> None:
-    """Threads do not survive a fork: the child asks for new ones. (Products are left out: OpenMP may not be forked.)"""
-    with TwoLanes() as lanes:
-        lanes.later(lambda: None)
-    child = os.fork()
-    if child == 0:
-        done: list[int] = []
-        with TwoLanes() as lanes:
-            lanes.later(lambda: done.append(1))
-        os._exit(0 if done == [1] else 1)
-    assert os.waitpid(child, 0)[1] == 0
