@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from encore.errors import ReplayError
-from encore.tiers.layout import Layout, layout_of
+from encore.tiers.layout import BlockLayout, layout_of
 
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
@@ -35,7 +35,7 @@ class Held:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._block: Tensor | None = None
-        self._layout: Layout | None = None
+        self._layout: BlockLayout | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
         if held_bytes(tensors) > sum(tensor.nbytes for tensor in tensors):
