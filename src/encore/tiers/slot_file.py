@@ -3,7 +3,8 @@
 Space is claimed with `posix_fallocate` before anything is written into it, so that a disk that is too small fails
 early; if the file lies in memory, as a folder for temporary files may, the free memory and the limits of cgroups are
 checked first, since a process that claims more is killed. Direct I/O if the file system has it, so that the page cache
-neither doubles the memory nor delays writes; else buffered I/O, whose pages the system takes 
+neither doubles the memory nor delays writes; else buffered I/O, whose pages the system takes
+back when memory is short.
 """
 
 from __future__ import annotations
