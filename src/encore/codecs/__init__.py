@@ -16,7 +16,13 @@ from encore.codecs.integers import INTEGER_CODECS
 from encore.codecs.operators import WORKSPACES
 from encore.codecs.sparse import SPARSE_CODECS
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (BITS, *INTEGER_CODECS, *SPARSE_CODECS, *FLOAT_CODECS)}
+_TABLE = (
+    BITS,
+    *INTEGER_CODECS,
+    *SPARSE_CODECS,
+    *FLOAT_CODECS,
+)
+CODECS: dict[str, Codec] = {codec.name: codec for codec in _TABLE}
 """By name, as plans spell them."""
 
 __all__ = ["CODECS", "WORKSPACES", "Codec", "Densities", "Share", "pool_map"]
