@@ -39,7 +39,7 @@ class Reverse:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class StoreState:
     """Keep the working state, which is `step`, in a slot of memory or in the tier."""
 
     step: int
@@ -54,7 +54,7 @@ class Prefetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadState:
     """Make state `step` the working state; it stays where it is stored."""
 
     step: int
@@ -62,17 +62,17 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
+class FreeState:
     """Forget the stored state `step`."""
 
     step: int
     level: Level = "memory"
 
 
-Action = Advance | Tape | Reverse | Store | Prefetch | Load | Free
+Action = Advance | Tape | Reverse | StoreState | Prefetch | LoadState | FreeState
 
 
-class Schedule(abc.ABC):
+class TimeSchedule(abc.ABC):
     """Two streams, made as they are followed. Forward ends where the sequence does; backward is asked for once, when
     the number of steps is known."""
 

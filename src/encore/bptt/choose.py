@@ -6,17 +6,19 @@ a thousand.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from encore.bptt.actions import Schedule
+from encore.bptt.actions import TimeSchedule
 from encore.bptt.keep import Keep
 from encore.bptt.multistage import MeasuredPace, Multistage
 from encore.bptt.online import Online
 from encore.bptt.revolve import Revolve, range_advances
 from encore.errors import BudgetError, OptionError
+from encore.options import parse_budget
 from encore.units import bytes_text
 
 NAMES = ("auto", "keep", "revolve", "multistage")
@@ -79,6 +81,35 @@ class Room:
         return best[2], best[3]
 
 
+@dataclass(frozen=True, slots=True)
+class RoomAsked:
+    """How much memory the user gives, and the schedule that they name."""
+
+    budget: int | str | None
+    slots: int | None
+    schedule: str
+
+    def room(self, state: int, tape: int, work: int, tier: int, *, staged: bool) -> tuple[str, Room]:
+        """The name of the schedule, and the room for states and tapes of these bytes."""
+        if self.budget is not None:
+            asked = parse_budget(self.budget)
+            if asked.share is not None:
+                raise OptionError(
+                    f"budget={self.budget!r}: the unplanned peak of a scan is not known; give bytes, or 'min'"
+                )
+            room = Room(None, None, state, tape, work, tier)
+            return self.schedule, dataclasses.replace(room, budget=room.floor if asked.is_floor else asked.bytes)
+        if self.slots is None:
+            if staged:
+                raise OptionError("tiers= needs to know how much stays in memory; give budget= or slots=")
+            if self.schedule not in ("auto", "keep"):
+                raise OptionError(
+                    f"schedule={self.schedule!r} needs to know how much memory there is; give budget= or slots="
+                )
+            return "keep", Room(None, None, state, tape, work, tier)
+        return self.schedule, Room(None, self.slots, state, tape, work, tier)
+
+
 def _candidates(longest: int, steps: int) -> Iterable[int]:
     """Blocks worth looking at: short ones, and the least that make few blocks."""
     few = {-(-steps // count) for count in range(1, 65)}
@@ -87,10 +118,10 @@ def _candidates(longest: int, steps: int) -> Iterable[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TimeChoice:
     """A schedule, with what is promised of it."""
 
-    schedule: Schedule
+    schedule: TimeSchedule
     forwards: int | None
     """Runs of a step in all; `None` where the length is not known."""
     bytes: int
@@ -99,11 +130,11 @@ class Choice:
     """Steps between states in the tier, as far as is known before."""
 
 
-def choose(name: str, steps: int | None, room: Room, pace: MeasuredPace | None) -> Choice:
+def choose(name: str, steps: int | None, room: Room, pace: MeasuredPace | None) -> TimeChoice:
     """The cheapest schedule that fits, or the one that was named. `pace` where there is a tier."""
     if name not in NAMES:
         raise OptionError(f"schedule={name!r} does not exist; it can be {', '.join(map(repr, NAMES))}")
-    offers: dict[str, Callable[[], Choice | None]] = {
+    offers: dict[str, Callable[[], TimeChoice | None]] = {
         "keep": lambda: _keep(steps, room, forced=name == "keep"),
         "revolve": lambda: _revolve(steps, room),
         "multistage": lambda: _multistage(steps, room, pace),
@@ -114,26 +145,26 @@ def choose(name: str, steps: int | None, room: Room, pace: MeasuredPace | None) 
     return min(found, key=lambda choice: math.inf if choice.forwards is None else choice.forwards)
 
 
-def _keep(steps: int | None, room: Room, *, forced: bool) -> Choice | None:
+def _keep(steps: int | None, room: Room, *, forced: bool) -> TimeChoice | None:
     if steps is None or (room.slots is not None and not forced):
         return None
     size = room.work + steps * room.tape
     if room.budget is not None and size > room.budget:
         return None
-    return Choice(Keep(steps), steps, size)
+    return TimeChoice(Keep(steps), steps, size)
 
 
-def _revolve(steps: int | None, room: Room) -> Choice | None:
+def _revolve(steps: int | None, room: Room) -> TimeChoice | None:
     slots, block = room.shape(ASSUMED_STEPS if steps is None else steps, staged=False)
     if not slots:
         return None
     size = room.bytes(slots, block, staged=False)
     if steps is None:
-        return Choice(Online(slots, block), None, size)
-    return Choice(Revolve(steps, slots, block), Revolve.forwards(steps, slots, block), size)
+        return TimeChoice(Online(slots, block), None, size)
+    return TimeChoice(Revolve(steps, slots, block), Revolve.forwards(steps, slots, block), size)
 
 
-def _multistage(steps: int | None, room: Room, pace: MeasuredPace | None) -> Choice | None:
+def _multistage(steps: int | None, room: Room, pace: MeasuredPace | None) -> TimeChoice | None:
     longest = room.longest_tape(staged=True)
     if pace is None or not longest or not room.slots_beside(1, staged=True):
         return None
@@ -145,14 +176,14 @@ def _multistage(steps: int | None, room: Room, pace: MeasuredPace | None) -> Cho
     schedule = Multistage(pace, shape, slots=most, block=longest, steps=steps, planned=interval)
     size = room.bytes(slots, block, staged=True)
     if steps is None:
-        return Choice(schedule, 2 * ASSUMED_STEPS, size, interval)
+        return TimeChoice(schedule, 2 * ASSUMED_STEPS, size, interval)
     last = min(schedule.block, steps)
     whole, rest = divmod(steps - last, interval)
     forwards = steps  # once each on the way, the last ones with a tape
     for count, length in ((whole, interval), (1, rest)):
         slots, block = shape(length)
         forwards += count * (length + range_advances(length, slots, block)) if length else 0
-    return Choice(schedule, forwards, size, interval)
+    return TimeChoice(schedule, forwards, size, interval)
 
 
 def _refusal(name: str, steps: int | None, room: Room, pace: MeasuredPace | None) -> Exception:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import ClassVar, Protocol
 
-from encore.bptt.actions import Action, Advance, Free, Load, Prefetch, Reverse, Schedule, Store, Tape
+from encore.bptt.actions import Action, Advance, FreeState, LoadState, Prefetch, Reverse, StoreState, Tape, TimeSchedule
 from encore.bptt.revolve import reverse_range
 
 Shape = Callable[[int], tuple[int, int]]
@@ -57,7 +57,7 @@ class MeasuredPace:
         return self._ready()
 
 
-class Multistage(Schedule):
+class Multistage(TimeSchedule):
     """Intervals in the tier, Revolve or a whole tape within each. `steps` where the length is known; `planned` is the
     interval that was reckoned with."""
 
@@ -82,7 +82,7 @@ class Multistage(Schedule):
         at = 0
         last = math.inf if self.steps is None else max(0, self.steps - self.block)
         while True:
-            yield Store(at, "tier")
+            yield StoreState(at, "tier")
             self.late += at != len(self.stored) * self.planned
             self.stored.append(at)
             interval = self.pace.interval()
@@ -105,20 +105,20 @@ class Multistage(Schedule):
     def backward(self, steps: int) -> Iterator[Action]:
         stop = steps
         while self.stored and self.stored[-1] >= stop:
-            yield Free(self.stored.pop(), "tier")
+            yield FreeState(self.stored.pop(), "tier")
         if self.stored:
             yield Prefetch(self.stored[-1])
         if self._taped is not None:
             yield Reverse(self._taped, stop)
             stop = self._taped
             if self.stored[-1] == stop:
-                yield Free(self.stored.pop(), "tier")
+                yield FreeState(self.stored.pop(), "tier")
                 if self.stored:
                     yield Prefetch(self.stored[-1])
         while self.stored:
             start = self.stored.pop()
-            yield Load(start, "tier")
-            yield Free(start, "tier")
+            yield LoadState(start, "tier")
+            yield FreeState(start, "tier")
             if self.stored:
                 yield Prefetch(self.stored[-1])
             slots, block = self.shape(stop - start)
@@ -126,6 +126,6 @@ class Multistage(Schedule):
                 yield Tape(start, stop)
                 yield Reverse(start, stop)
             else:
-                yield Store(start)
+                yield StoreState(start)
                 yield from reverse_range(start, stop, slots, block, here=True)
             stop = start

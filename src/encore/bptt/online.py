@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from encore.bptt.actions import Action, Advance, Free, Schedule, Store
+from encore.bptt.actions import Action, Advance, FreeState, StoreState, TimeSchedule
 from encore.bptt.revolve import reverse_range
 
 
-class Online(Schedule):
+class Online(TimeSchedule):
     """Doubling distances forward, Revolve within them backward."""
 
     name: ClassVar[str] = "online"
@@ -29,7 +29,7 @@ class Online(Schedule):
     def forward(self) -> Iterator[Action]:
         most = max(1, self.slots - self.slots // 3)
         distance, at = self.block, 0
-        yield Store(0)
+        yield StoreState(0)
         self.stored.append(0)
         while True:
             to = (at // distance + 1) * distance
@@ -37,11 +37,11 @@ class Online(Schedule):
             at = to
             if len(self.stored) == most:
                 for step in self.stored[1::2]:
-                    yield Free(step)
+                    yield FreeState(step)
                 del self.stored[1::2]
                 distance *= 2
             if at % distance == 0 and len(self.stored) < most:
-                yield Store(at)
+                yield StoreState(at)
                 self.stored.append(at)
 
     def backward(self, steps: int) -> Iterator[Action]:
@@ -49,7 +49,7 @@ class Online(Schedule):
         while self.stored:
             start = self.stored.pop()
             if start >= stop:
-                yield Free(start)
+                yield FreeState(start)
             else:
                 yield from reverse_range(start, stop, self.slots - len(self.stored), self.block, here=False)
                 stop = start

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from encore.bptt.actions import Action, Advance, Free, Load, Prefetch, Reverse, Store, Tape
+from encore.bptt.actions import Action, Advance, FreeState, LoadState, Prefetch, Reverse, StoreState, Tape
 from encore.errors import IllegalGraphError
 
 
@@ -79,7 +79,7 @@ class Replayer:
                 self._check(self.gradient == stop, f"gradient at {self.gradient}, reversed from {stop}")
                 self._check(self.tape == (start, stop), f"reverse of {start} to {stop} over the tape {self.tape}")
                 self.gradient, self.tape, self.working = start, None, None
-            case Store(step, level):
+            case StoreState(step, level):
                 self._check(self.working == step, f"store of {step} while {self.working} is at hand")
                 held = self.memory if level == "memory" else self.tier
                 self._check(step not in held, f"{step} stored twice")
@@ -90,7 +90,7 @@ class Replayer:
                 self._check(step not in self.coming, f"prefetch of {step} twice")
                 self.coming.add(step)
                 self._check(len(self.coming) <= 2, f"{len(self.coming)} states on their way at once")
-            case Load(step, level):
+            case LoadState(step, level):
                 held = self.memory if level == "memory" else self.tier
                 self._check(step in held, f"load of {step}, which is not in {level}")
                 self.working = step
@@ -99,7 +99,7 @@ class Replayer:
                 else:
                     self.coming.discard(step)
                     self.counts.tier_loads += 1
-            case Free(step, level):
+            case FreeState(step, level):
                 held = self.memory if level == "memory" else self.tier
                 self._check(step in held, f"free of {step}, which is not in {level}")
                 held.remove(step)

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from typing import ClassVar
 
-from encore.bptt.actions import Action, Advance, Free, Load, Reverse, Schedule, Store, Tape
+from encore.bptt.actions import Action, Advance, FreeState, LoadState, Reverse, StoreState, Tape, TimeSchedule
 
 
 def beta(slots: int, repeats: int) -> int:
@@ -79,26 +79,26 @@ def reverse_range(start: int, stop: int, slots: int, block: int, *, here: bool) 
         last = stored[-1]
         blocks = -(-(stop - last) // block)
         if not here:
-            yield Load(last)
+            yield LoadState(last)
         if blocks > 1:
             free = slots - len(stored)
             to = stop - block * (blocks - split(blocks, free + 1) if free else 1)
             yield Advance(last, to)
             if free:
-                yield Store(to)
+                yield StoreState(to)
                 stored.append(to)
                 here = True
                 continue
             last = to
         else:
-            yield Free(stored.pop())
+            yield FreeState(stored.pop())
         yield Tape(last, stop)
         yield Reverse(last, stop)
         stop = last
         here = False
 
 
-class Revolve(Schedule):
+class Revolve(TimeSchedule):
     """Revolve over blocks. The last block's tape is made by forward, which runs through it anyway."""
 
     name: ClassVar[str] = "revolve"
@@ -117,7 +117,7 @@ class Revolve(Schedule):
     def forward(self) -> Iterator[Action]:
         if self.steps == 0:
             return
-        yield Store(0)
+        yield StoreState(0)
         self._stream = reverse_range(0, self.steps, self.slots, self.block, here=True)
         for action in self._stream:
             yield action
