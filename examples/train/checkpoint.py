@@ -149,7 +149,7 @@ def read_state(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except zipfile.BadZipFile as error:
-        raise DamagedError(f"{path} is truncated or damaged: {error}") from error
+        raise DamagedError(f"{path} is truncated: its end is missing or damaged") from error
     except Exception as error:  # zipfile and torch.load raise many kinds for bytes that are not what was written
         raise DamagedError(f"{path} does not hold a state: {(str(error) or repr(error)).splitlines()[0]}") from error
     if damaged:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from encore.bptt import revolve
 from encore.bptt.actions import Action, Advance, FreeState, LoadState, Reverse, StoreState, Tape, TimeSchedule
 from encore.bptt.choose import Room, choose
-from encore.bptt.keep import Keep
+from encore.bptt.keep import KeepTape
 from encore.bptt.multistage import MeasuredPace, Multistage
 from encore.bptt.online import Online
 from encore.bptt.replay import Counts, Replayer, replay
@@ -315,5 +315,5 @@ def test_the_replayer_rejects(forward: list[Action], backward: list[Action], pro
 
 
 def test_keep() -> None:
-    schedule = Keep(5)
+    schedule = KeepTape(5)
     assert replay(schedule.forward(), schedule.backward(5), 5).forwards == 5

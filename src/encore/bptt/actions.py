@@ -1,4 +1,4 @@
-"""The instructions of a schedule through time. Each docstring reads one aloud.
+"""The instructions of a schedule through time. Each docstring says what one does.
 
 State k is what goes into step k; the last one, n, comes out of the end. There is one *working* state at a time, one
 tape at most, and the gradient stands at a step: at n when backward begins, at 0 when it is done.
@@ -32,7 +32,7 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class Reverse:
-    """Take the gradient from `stop` to `start` over the tape, and let the tape go."""
+    """Take the gradient from `stop` to `start` over the tape, and free the tape."""
 
     start: int
     stop: int
@@ -48,7 +48,7 @@ class StoreState:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Begin to bring state `step` back from the tier."""
+    """Begin to load state `step` from the tier."""
 
     step: int
 
@@ -78,7 +78,7 @@ class TimeSchedule(abc.ABC):
 
     name: ClassVar[str]
     slots: int
-    """States that are in memory at once, at most, beside the working one."""
+    """States that are in memory at once, at most, besides the working one."""
     block: int
     """Steps on the tape at once, at most."""
     late: int = 0

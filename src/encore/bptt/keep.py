@@ -8,7 +8,7 @@ from typing import ClassVar
 from encore.bptt.actions import Action, Reverse, Tape, TimeSchedule
 
 
-class Keep(TimeSchedule):
+class KeepTape(TimeSchedule):
     """One forward a step."""
 
     name: ClassVar[str] = "keep"

@@ -48,7 +48,7 @@ def leaf(tensor: Tensor) -> Tensor:
 
 
 class Results:
-    """The ys, written where they will stay if their number is known."""
+    """The ys, written into their final place if their number is known."""
 
     def __init__(self, structure: Structure, examples: Sequence[Tensor], length: int | None) -> None:
         self._structure = structure

@@ -1,10 +1,10 @@
 """A sequence of unknown length, from states in memory alone.
 
-States are kept at equal distances. When their slots are full, every second one is let go and the distance doubles, so
+States are kept at equal distances. When their slots are full, every second one is freed and the distance doubles, so
 that at any time they are spread evenly over what has been seen. Once the end is known, the intervals between them are
 reversed one by one, each by Revolve in the slots that are free by then; some slots are kept back, since the first
-interval to be reversed finds all others taken. Not optimal, as no online schedule can be: the tests hold its forward
-steps within 1.5 times Revolve's, which knows the length.
+interval to be reversed finds all others taken. Not optimal, as no online schedule can be: the tests bound its forward
+steps by 1.5 times Revolve's, which knows the length.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Reached:
             if tensor._version != version or _statistics(tensor) != statistics:
                 raise ReplayError(
                     f"a later step wrote into a tensor of shape {tuple(tensor.shape)} ({tensor.dtype}) that the first "
-                    "step did not write to; what it held before is gone, and steps that are run again would write it "
+                    "step did not write to; its old content is gone, and steps that are run again would write it "
                     "again: let every step write to it, or none, or give it its place in the carry"
                 )
 

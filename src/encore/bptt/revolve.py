@@ -2,7 +2,7 @@
 
 A. Griewank, A. Walther. Algorithm 799: Revolve. ACM TOMS 26(1), 2000. With beta(s, r) = C(s + r, s) and r the least
 number with beta(s, r) >= n, no step needs to be run more than r times to get past it, and r n - beta(s + 1, r - 1) runs
-are needed in all, beside the one of each step that leaves a tape. The s states include the first.
+are needed in all, besides the one of each step that leaves a tape. The s states include the first.
 
 Here a *block* of steps stands where the paper has a step: a tape of several steps saves more runs than the states that
 would fit in its place, where tapes are small. One block is the paper's schedule if it has one step, and the classical

@@ -53,8 +53,8 @@ def scan(
 
     The same numbers, to the last bit, as the loop written out; forward, and backward to `carry`, `xs`, `consts` and the
     parameters that `step` uses. `carry`, `x` and `y` are tensors in tuples, lists and dicts; `xs` has time as its first
-    dimension, can be something with a length and an index, or an iterator of unknown length; `ys` come back stacked, or
-    are `None` where `y` is.
+    dimension, can be something with a length and an index, or an iterator of unknown length; `ys` are stacked, or
+    `None` if `y` is.
 
     budget    bytes ("64MiB") for states, tapes and the work of one step; inputs, results and gradients come on top.
               "min" is the least that is possible.

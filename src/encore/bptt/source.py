@@ -31,7 +31,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def items(self, start: int, stop: int) -> Iterator[Any]:
-        """Inputs of steps `start` to `stop` - 1; fewer where they end before."""
+        """Inputs of steps `start` to `stop` - 1; fewer if they end before."""
 
     def with_leaves(self, start: int, stop: int) -> tuple[Iterator[Any], list[Tensor | None]]:
         """The same, as parts of new leaves: one for each of `tensors`, `None` if it requires no gradient."""

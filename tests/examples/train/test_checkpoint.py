@@ -64,7 +64,7 @@ def flip_a_bit(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (truncate, "is truncated"),
-    "empty": (empty, "is truncated or damaged"),
+    "empty": (empty, "is truncated"),
     "a bit": (flip_a_bit, "its checksum is wrong"),
 }
 
