@@ -82,7 +82,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-class Reached:
+class ReachableTensors:
     """The tensors that a step can reach, as they are when forward begins, but for those that are `known`."""
 
     def __init__(self, step: Callable[..., Any], known: Collection[int]) -> None:

@@ -27,7 +27,7 @@ from encore.bptt.actions import Action, Advance, FreeState, LoadState, Prefetch,
 from encore.bptt.gradients import BlockTape, Gradients
 from encore.bptt.loop import Loop, Results, detached, leaf
 from encore.bptt.probe import Facts, sequence_number, without_hooks
-from encore.bptt.reach import Reached
+from encore.bptt.reach import ReachableTensors
 from encore.bptt.replay import Replayer
 from encore.bptt.report import EventLog, ScanReport
 from encore.bptt.snapshot import same_bits
@@ -53,7 +53,7 @@ class ScanRun:
         show: ShowProgress,
         report: ScanReport,
         resources: contextlib.ExitStack,
-        reached: Reached | None,
+        reached: ReachableTensors | None,
         moved_before: Transfers,
     ) -> None:
         self.loop = loop

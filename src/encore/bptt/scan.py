@@ -14,7 +14,7 @@ from encore.bptt.choose import RoomAsked, TimeChoice, choose
 from encore.bptt.loop import Loop, Results
 from encore.bptt.multistage import MeasuredPace
 from encore.bptt.probe import Facts, probe
-from encore.bptt.reach import Reached
+from encore.bptt.reach import ReachableTensors
 from encore.bptt.report import ScanReport
 from encore.bptt.run import ScanFunction, ScanRun, ShowProgress, transfers_of
 from encore.bptt.snapshot import packed_bytes
@@ -164,7 +164,7 @@ def _planned(
         return ScanRun(
             loop, facts, choice.schedule, opened,
             note_pace=None if pace is None else pace.note, show=show, report=report, resources=stack.pop_all(),
-            reached=None if choice.schedule.name == "keep" else Reached(step, facts.surroundings.storages),
+            reached=None if choice.schedule.name == "keep" else ReachableTensors(step, facts.surroundings.storages),
             moved_before=moved_before,
         )  # fmt: skip
 
