@@ -34,7 +34,7 @@ from benchmarks.schema import Layout
 from encore.bptt import ScanReport, scan
 from encore.bptt.actions import Advance, Tape
 from encore.bptt.revolve import Revolve
-from encore.bptt.run import Run
+from encore.bptt.run import ScanRun
 from encore.cost import measure
 from encore.cost.allocator import AllocatorEvents
 from encore.machine import Machine, this_machine
@@ -365,16 +365,16 @@ def _long_peak(system: str, xs: Inputs) -> int:
     of the last state, a few bytes."""
     model, windows = _Model(), _Windows()
     model.window = windows.after
-    backward = Run.backward
+    backward = ScanRun.backward
 
-    def watched(run: Run, *gradients: Any) -> Any:
+    def watched(run: ScanRun, *gradients: Any) -> Any:
         with windows:
             return backward(run, *gradients)
 
     gc.collect()
     with windows:
         h, c = SYSTEMS[system](model, xs)
-    with mock.patch.object(Run, "backward", watched):
+    with mock.patch.object(ScanRun, "backward", watched):
         (h.sum() + c.sum()).backward()
     return windows.peak
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import encore
 from encore.bptt import ScanReport, over_time, scan
-from encore.bptt import run as following
+from encore.bptt import report as reporting
 from encore.errors import NeverRunError, OptionError
 from encore.tiers import Disk
 from support.rounding import assert_close
@@ -72,7 +72,7 @@ def test_a_picture_says_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(report.events) == report.actions
     assert "actions" not in report._figure().axes[0].get_title()
     all_of_them = report.actions
-    monkeypatch.setattr(following, "EVENTS", 30)
+    monkeypatch.setattr(reporting, "EVENTS", 30)
     trained(report, slots=2)
     assert len(report.events) == 30
     assert report._figure().axes[0].get_title().endswith(f"; the first 30 of {all_of_them} actions")

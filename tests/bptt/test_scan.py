@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from encore.bptt import ScanReport, scan
 from encore.errors import EncoreError
-from encore.tiers import Disk, Host
-from encore.tiers.host import HostParcel
+from encore.tiers import Disk, Host, Parcel
 from support.rounding import assert_close
 from support.scan_reference import (
     BATCH,
@@ -101,7 +100,7 @@ def test_sparse_gradients_of_an_embedding(way: str) -> None:
 class Unhurried(Host):
     """A store takes no time, so that every state leaves when it was planned to."""
 
-    def store(self, tensors: Sequence[Tensor]) -> HostParcel:
+    def store(self, tensors: Sequence[Tensor]) -> Parcel:
         parcel = super().store(tensors)
         self.transfers.fastest_store = 0.0
         return parcel

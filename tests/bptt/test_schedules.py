@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encore.bptt import revolve
-from encore.bptt.actions import Action, Advance, Free, Load, Reverse, Schedule, Store, Tape
+from encore.bptt.actions import Action, Advance, FreeState, LoadState, Reverse, StoreState, Tape, TimeSchedule
 from encore.bptt.choose import Room, choose
-from encore.bptt.keep import Keep
+from encore.bptt.keep import KeepTape
 from encore.bptt.multistage import MeasuredPace, Multistage
 from encore.bptt.online import Online
 from encore.bptt.replay import Counts, Replayer, replay
@@ -32,7 +32,7 @@ def optimum(steps: int, slots: int) -> int:
     return min(cut + optimum(steps - cut, slots - 1) + optimum(cut, slots) for cut in range(1, steps))
 
 
-def counted(schedule: Schedule, steps: int, *, state: int = 0, tape: int = 0) -> Counts:
+def counted(schedule: TimeSchedule, steps: int, *, state: int = 0, tape: int = 0) -> Counts:
     """Follow a schedule whose length is known only at the end, as a scan over an iterator would."""
     replayer = Replayer(slots=schedule.slots or None, block=schedule.block, state=state, tape=tape)
     for action in schedule.forward() if steps else ():
@@ -73,11 +73,11 @@ def test_no_step_runs_more_often_than_repeats_allow() -> None:
 
 def test_a_schedule_read_aloud() -> None:
     schedule = Revolve(4, 2)
-    forward: list[Action] = [Store(0), Advance(0, 2), Store(2), Advance(2, 3), Tape(3, 4)]
+    forward: list[Action] = [StoreState(0), Advance(0, 2), StoreState(2), Advance(2, 3), Tape(3, 4)]
     assert list(schedule.forward()) == forward
-    backward: list[Action] = [Reverse(3, 4), Load(2), Free(2), Tape(2, 3), Reverse(2, 3)]
-    backward += [Load(0), Advance(0, 1), Store(1), Free(1), Tape(1, 2), Reverse(1, 2)]
-    backward += [Load(0), Free(0), Tape(0, 1), Reverse(0, 1)]
+    backward: list[Action] = [Reverse(3, 4), LoadState(2), FreeState(2), Tape(2, 3), Reverse(2, 3)]
+    backward += [LoadState(0), Advance(0, 1), StoreState(1), FreeState(1), Tape(1, 2), Reverse(1, 2)]
+    backward += [LoadState(0), FreeState(0), Tape(0, 1), Reverse(0, 1)]
     assert list(schedule.backward(4)) == backward
 
 
@@ -196,7 +196,7 @@ def test_a_million_steps_take_no_more_work_than_a_thousand(
         known = steps if name != "online" else None
         room = Room(**MEMORIES[memory])  # type: ignore[arg-type]
         choice = choose("revolve" if known is None else name, known, room, pace)
-        assert isinstance(next(choice.schedule.forward()), Store)
+        assert isinstance(next(choice.schedule.forward()), StoreState)
         assert counted_beta.calls < 25_000
 
 
@@ -293,18 +293,18 @@ def test_more_memory_hardly_ever_costs_more() -> None:
 
 ILLEGAL: list[tuple[list[Action], list[Action], str]] = [
     ([Advance(1, 2)], [], "advance from 1 while 0 is at hand"),
-    ([Advance(0, 2), Store(0)], [], "store of 0 while 2"),
-    ([Tape(0, 2)], [Load(0)], "load of 0, which is not in memory"),
+    ([Advance(0, 2), StoreState(0)], [], "store of 0 while 2"),
+    ([Tape(0, 2)], [LoadState(0)], "load of 0, which is not in memory"),
     ([Tape(0, 1), Tape(1, 2)], [], "while there is a tape"),
     ([Tape(0, 2)], [Reverse(1, 2)], "over the tape"),
-    ([Store(0), Tape(0, 2)], [Reverse(0, 2)], "left in memory"),
-    ([Store(0, "tier"), Tape(0, 2)], [Reverse(0, 2)], "left in the tier"),
+    ([StoreState(0), Tape(0, 2)], [Reverse(0, 2)], "left in memory"),
+    ([StoreState(0, "tier"), Tape(0, 2)], [Reverse(0, 2)], "left in the tier"),
     ([Advance(0, 2)], [], "backward ends at 2"),
     ([Advance(0, 1)], [], "forward ends at 1 of 2"),
-    ([Store(0), Advance(0, 2)], [Load(0), Tape(0, 1), Reverse(0, 1)], "gradient at 2, reversed from 1"),
-    ([Tape(0, 2)], [Reverse(0, 2), Free(0)], "free of 0"),
-    ([Store(0), Store(0), Tape(0, 2)], [], "stored twice"),
-    ([Store(0), Advance(0, 1), Store(1), Tape(1, 2)], [], "2 states in memory"),
+    ([StoreState(0), Advance(0, 2)], [LoadState(0), Tape(0, 1), Reverse(0, 1)], "gradient at 2, reversed from 1"),
+    ([Tape(0, 2)], [Reverse(0, 2), FreeState(0)], "free of 0"),
+    ([StoreState(0), StoreState(0), Tape(0, 2)], [], "stored twice"),
+    ([StoreState(0), Advance(0, 1), StoreState(1), Tape(1, 2)], [], "2 states in memory"),
 ]
 
 
@@ -315,5 +315,5 @@ def test_the_replayer_rejects(forward: list[Action], backward: list[Action], pro
 
 
 def test_keep() -> None:
-    schedule = Keep(5)
+    schedule = KeepTape(5)
     assert replay(schedule.forward(), schedule.backward(5), 5).forwards == 5

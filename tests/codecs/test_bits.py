@@ -139,9 +139,9 @@ def test_nothing_but_the_result_is_allocated() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(EncoreError, match=r"encode_bits holds 'torch.bool'; got torch.float32"):
+    with pytest.raises(EncoreError, match=r"encode_bits takes 'torch.bool'; got torch.float32"):
         ops.encode_bits(torch.ones(3))
-    with pytest.raises(EncoreError, match=r"encode_sign holds .*; got torch.int64"):
+    with pytest.raises(EncoreError, match=r"encode_sign takes .*; got torch.int64"):
         ops.encode_sign(torch.ones(3, dtype=torch.int64))
     with pytest.raises(EncoreError, match=r"code of 1 bytes where size and stride call for 2"):
         ops.decode_bits(torch.zeros(1, dtype=torch.uint8), [9], [1], torch.bool)

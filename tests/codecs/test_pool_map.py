@@ -174,11 +174,11 @@ def test_nothing_but_results_is_allocated() -> None:
 
 def test_refusals() -> None:
     x = torch.randn(1, 1, 40, 40)
-    with pytest.raises(EncoreError, match=r"tells 256 positions .* has 272: use aten::max_pool2d_with_indices"):
+    with pytest.raises(EncoreError, match=r"distinguishes 256 positions .* has 272: use aten::max_pool2d_with_indices"):
         ops.max_pool_map(x, [16, 17], [], [0], [1], False)
     with pytest.raises(EncoreError, match=r"kernel of 2 or 3 dimensions"):
         ops.max_pool_map(x, [16], [], [0], [1], False)
-    with pytest.raises(EncoreError, match=r"max_pool_map holds .*; got torch.int64"):
+    with pytest.raises(EncoreError, match=r"max_pool_map takes .*; got torch.int64"):
         ops.max_pool_map(x.long(), [2, 2], [], [0], [1], False)
     y, map_ = ops.max_pool_map(x, [2, 2], [], [0], [1], False)
     with pytest.raises(EncoreError, match=r"results \[1, 1, 20, 20\], the gradient \[1, 1, 20, 19\]"):

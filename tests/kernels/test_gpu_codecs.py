@@ -225,7 +225,7 @@ def test_memory_aside_is_as_told(monkeypatch: pytest.MonkeyPatch, values: str) -
     monkeypatch.setattr(sparse, "is_compiled", lambda device: True)
     monkeypatch.setattr(native, "on_gpu", lambda *arguments: True)
     aside, _ = taken_aside(lambda: encore.encode_sparse(x, values))
-    told = sparse._aside(x.numel(), x.dtype, torch.device("cuda"), values)
+    told = sparse._workspace(x.numel(), x.dtype, torch.device("cuda"), values)
     least = told - 4 * int((x == 0).sum()) if values else told
     assert least <= aside <= told + 64  # and a few numbers on their way to the CPU
 

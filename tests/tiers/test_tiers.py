@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from encore.errors import OptionError, TierError
 from encore.tiers import Disk, Host, Tier, open_tiers
-from encore.tiers.host import HostParcel
 from encore.tiers.layout import LINE, layout_of
+from encore.tiers.tier import Block
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool, torch.uint8]
 
@@ -201,12 +201,12 @@ def test_host_memory_comes_back_ahead_only_so_far(monkeypatch: pytest.MonkeyPatc
     with Host(depth=2) as tier:
         parcels = [tier.store([torch.full((3,), float(number))]) for number in range(4)]
 
-        def bring(parcel: HostParcel) -> None:
-            parcel.loaded = parcel.tensors
+        def fetch(block: Block) -> None:
+            block.tensors, block.loading = [torch.zeros(3)], False
 
-        monkeypatch.setattr(tier, "_bring", bring)
+        monkeypatch.setattr(tier, "_fetch", fetch)
         for parcel in parcels:
-            parcel.block = torch.zeros(1)
+            parcel.block.stored, parcel.block.tensors = True, None
         assert [tier.prefetch(parcel) for parcel in parcels] == [True, True, False, False]
         assert tier.prefetch(parcels[0]), "once is enough"
         tier.free(parcels[0])

@@ -1,4 +1,4 @@
-"""The instructions of a schedule through time. Each docstring reads one aloud.
+"""The instructions of a schedule through time. Each docstring says what one does.
 
 State k is what goes into step k; the last one, n, comes out of the end. There is one *working* state at a time, one
 tape at most, and the gradient stands at a step: at n when backward begins, at 0 when it is done.
@@ -32,14 +32,14 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class Reverse:
-    """Take the gradient from `stop` to `start` over the tape, and let the tape go."""
+    """Take the gradient from `stop` to `start` over the tape, and free the tape."""
 
     start: int
     stop: int
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class StoreState:
     """Keep the working state, which is `step`, in a slot of memory or in the tier."""
 
     step: int
@@ -48,13 +48,13 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Begin to bring state `step` back from the tier."""
+    """Begin to load state `step` from the tier."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadState:
     """Make state `step` the working state; it stays where it is stored."""
 
     step: int
@@ -62,23 +62,23 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
+class FreeState:
     """Forget the stored state `step`."""
 
     step: int
     level: Level = "memory"
 
 
-Action = Advance | Tape | Reverse | Store | Prefetch | Load | Free
+Action = Advance | Tape | Reverse | StoreState | Prefetch | LoadState | FreeState
 
 
-class Schedule(abc.ABC):
+class TimeSchedule(abc.ABC):
     """Two streams, made as they are followed. Forward ends where the sequence does; backward is asked for once, when
     the number of steps is known."""
 
     name: ClassVar[str]
     slots: int
-    """States that are in memory at once, at most, beside the working one."""
+    """States that are in memory at once, at most, besides the working one."""
     block: int
     """Steps on the tape at once, at most."""
     late: int = 0

@@ -6,29 +6,31 @@ a thousand.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from encore.bptt.actions import Schedule
-from encore.bptt.keep import Keep
+from encore.bptt.actions import TimeSchedule
+from encore.bptt.keep import KeepTape
 from encore.bptt.multistage import MeasuredPace, Multistage
 from encore.bptt.online import Online
 from encore.bptt.revolve import Revolve, range_advances
 from encore.errors import BudgetError, OptionError
+from encore.options import parse_budget
 from encore.units import bytes_text
 
 NAMES = ("auto", "keep", "revolve", "multistage")
 ASSUMED_STEPS = 10_000
-"""A sequence of unknown length is planned for as if it had so many."""
+"""Steps that a sequence of unknown length is planned with."""
 AHEAD = 2
 """States of the tier that are in memory at once during backward: the one that was loaded, and the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the memory holds: by bytes, or by a number of states with one step on the tape."""
+    """The memory for states and tapes: in bytes, or as a number of states with one step on the tape."""
 
     budget: int | None
     slots: int | None
@@ -37,30 +39,32 @@ class Room:
     tape: int
     """Bytes that one step leaves for backward."""
     work: int
-    """Bytes that backward of one step takes beside that, and the working state."""
+    """Bytes that backward of one step takes besides that, and the working state."""
     tier: int = 0
-    """Bytes that the tier takes aside."""
+    """Bytes of the tier's workspace."""
 
-    def slots_beside(self, block: int, *, staged: bool) -> int:
-        """States that fit beside a tape of `block` steps."""
+    def slots_with(self, block: int, *, staged: bool) -> int:
+        """States that fit next to a tape of `block` steps."""
         if self.slots is not None:
             return self.slots if block == 1 else 0
-        assert self.budget is not None
-        aside = self.work + (self.tier + AHEAD * self.state if staged else 0)
-        return max(0, (self.budget - aside - block * self.tape) // max(1, self.state))
+        return max(0, (self._free(staged) - block * self.tape) // max(1, self.state))
 
     def longest_tape(self, *, staged: bool) -> int:
-        """Steps whose tape fits beside one state."""
+        """Steps whose tape fits next to one state."""
         if self.slots is not None:
             return 1
-        assert self.budget is not None
-        aside = self.work + (self.tier + AHEAD * self.state if staged else 0) + self.state
-        return max(0, (self.budget - aside) // max(1, self.tape))
+        return max(0, (self._free(staged) - self.state) // max(1, self.tape))
 
     def bytes(self, slots: int, block: int, *, staged: bool) -> int:
-        """What a schedule of this shape takes at its worst moment."""
-        aside = self.work + (self.tier + AHEAD * self.state if staged else 0)
-        return aside + slots * self.state + block * self.tape
+        """The peak of a schedule of this shape."""
+        return self._workspace(staged) + slots * self.state + block * self.tape
+
+    def _workspace(self, staged: bool) -> int:
+        return self.work + (self.tier + AHEAD * self.state if staged else 0)
+
+    def _free(self, staged: bool) -> int:
+        assert self.budget is not None
+        return self.budget - self._workspace(staged)
 
     @property
     def floor(self) -> int:
@@ -72,90 +76,119 @@ class Room:
         longest = min(self.longest_tape(staged=staged), max(1, steps))
         best = (math.inf, 0, 0, 0)
         for block in _candidates(longest, steps):
-            slots = self.slots_beside(block, staged=staged)
+            slots = self.slots_with(block, staged=staged)
             if slots:
                 slots = min(slots, max(1, -(-steps // block)))
                 best = min(best, (range_advances(steps, slots, block), block, slots, block))
         return best[2], best[3]
 
 
+@dataclass(frozen=True, slots=True)
+class RoomAsked:
+    """How much memory the user gives, and the schedule that they name."""
+
+    budget: int | str | None
+    slots: int | None
+    schedule: str
+
+    def room(self, state: int, tape: int, work: int, tier: int, *, staged: bool) -> tuple[str, Room]:
+        """The name of the schedule, and the room for states and tapes of these bytes."""
+        if self.budget is not None:
+            asked = parse_budget(self.budget)
+            if asked.share is not None:
+                raise OptionError(
+                    f"budget={self.budget!r}: the unplanned peak of a scan is not known; give bytes, or 'min'"
+                )
+            room = Room(None, None, state, tape, work, tier)
+            return self.schedule, dataclasses.replace(room, budget=room.floor if asked.is_floor else asked.bytes)
+        if self.slots is None:
+            if staged:
+                raise OptionError("tiers= needs to know how much stays in memory; give budget= or slots=")
+            if self.schedule not in ("auto", "keep"):
+                raise OptionError(
+                    f"schedule={self.schedule!r} needs to know how much memory there is; give budget= or slots="
+                )
+            return "keep", Room(None, None, state, tape, work, tier)
+        return self.schedule, Room(None, self.slots, state, tape, work, tier)
+
+
 def _candidates(longest: int, steps: int) -> Iterable[int]:
-    """Blocks worth looking at: short ones, and the least that make few blocks."""
+    """Candidate blocks: short ones, and the shortest that make few blocks."""
     few = {-(-steps // count) for count in range(1, 65)}
     grown = {int(1.1**power) for power in range(int(math.log(max(1, longest), 1.1)) + 1)}
     return sorted(block for block in {*range(1, 65), *few, *grown, longest} if 1 <= block <= longest)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A schedule, with what is promised of it."""
+class TimeChoice:
+    """A schedule, with its predictions."""
 
-    schedule: Schedule
+    schedule: TimeSchedule
     forwards: int | None
-    """Runs of a step in all; `None` where the length is not known."""
+    """Runs of a step in all; `None` if the length is not known."""
     bytes: int
-    """Of states and tapes, at the worst moment."""
+    """The peak of states and tapes."""
     interval: int | None = None
-    """Steps between states in the tier, as far as is known before."""
+    """Steps between states in the tier, as planned."""
 
 
-def choose(name: str, steps: int | None, room: Room, pace: MeasuredPace | None) -> Choice:
-    """The cheapest schedule that fits, or the one that was named. `pace` where there is a tier."""
+def choose(name: str, steps: int | None, room: Room, pace: MeasuredPace | None) -> TimeChoice:
+    """The cheapest schedule that fits, or the one that was named. `pace` if there is a tier."""
     if name not in NAMES:
         raise OptionError(f"schedule={name!r} does not exist; it can be {', '.join(map(repr, NAMES))}")
-    offers: dict[str, Callable[[], Choice | None]] = {
+    candidates: dict[str, Callable[[], TimeChoice | None]] = {
         "keep": lambda: _keep(steps, room, forced=name == "keep"),
         "revolve": lambda: _revolve(steps, room),
         "multistage": lambda: _multistage(steps, room, pace),
     }
-    found = [choice for offer in (offers if name == "auto" else (name,)) if (choice := offers[offer]()) is not None]
+    found = [choice for one in (candidates if name == "auto" else (name,)) if (choice := candidates[one]()) is not None]
     if not found:
-        raise _refusal(name, steps, room, pace)
+        raise _does_not_fit(name, steps, room, pace)
     return min(found, key=lambda choice: math.inf if choice.forwards is None else choice.forwards)
 
 
-def _keep(steps: int | None, room: Room, *, forced: bool) -> Choice | None:
+def _keep(steps: int | None, room: Room, *, forced: bool) -> TimeChoice | None:
     if steps is None or (room.slots is not None and not forced):
         return None
     size = room.work + steps * room.tape
     if room.budget is not None and size > room.budget:
         return None
-    return Choice(Keep(steps), steps, size)
+    return TimeChoice(KeepTape(steps), steps, size)
 
 
-def _revolve(steps: int | None, room: Room) -> Choice | None:
+def _revolve(steps: int | None, room: Room) -> TimeChoice | None:
     slots, block = room.shape(ASSUMED_STEPS if steps is None else steps, staged=False)
     if not slots:
         return None
     size = room.bytes(slots, block, staged=False)
     if steps is None:
-        return Choice(Online(slots, block), None, size)
-    return Choice(Revolve(steps, slots, block), Revolve.forwards(steps, slots, block), size)
+        return TimeChoice(Online(slots, block), None, size)
+    return TimeChoice(Revolve(steps, slots, block), Revolve.forwards(steps, slots, block), size)
 
 
-def _multistage(steps: int | None, room: Room, pace: MeasuredPace | None) -> Choice | None:
+def _multistage(steps: int | None, room: Room, pace: MeasuredPace | None) -> TimeChoice | None:
     longest = room.longest_tape(staged=True)
-    if pace is None or not longest or not room.slots_beside(1, staged=True):
+    if pace is None or not longest or not room.slots_with(1, staged=True):
         return None
     pace.least = longest if steps is None else max(1, min(longest, steps))
     shape = functools.cache(functools.partial(room.shape, staged=True))
     interval = pace.interval()
     slots, block = shape(interval)
-    most = room.slots_beside(1, staged=True)
+    most = room.slots_with(1, staged=True)
     schedule = Multistage(pace, shape, slots=most, block=longest, steps=steps, planned=interval)
     size = room.bytes(slots, block, staged=True)
     if steps is None:
-        return Choice(schedule, 2 * ASSUMED_STEPS, size, interval)
+        return TimeChoice(schedule, 2 * ASSUMED_STEPS, size, interval)
     last = min(schedule.block, steps)
     whole, rest = divmod(steps - last, interval)
     forwards = steps  # once each on the way, the last ones with a tape
     for count, length in ((whole, interval), (1, rest)):
         slots, block = shape(length)
         forwards += count * (length + range_advances(length, slots, block)) if length else 0
-    return Choice(schedule, forwards, size, interval)
+    return TimeChoice(schedule, forwards, size, interval)
 
 
-def _refusal(name: str, steps: int | None, room: Room, pace: MeasuredPace | None) -> Exception:
+def _does_not_fit(name: str, steps: int | None, room: Room, pace: MeasuredPace | None) -> Exception:
     if name == "multistage" and pace is None:
         return OptionError("schedule='multistage' moves states to a tier, and none was given: tiers=('disk',)")
     if name == "keep":

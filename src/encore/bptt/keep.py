@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from encore.bptt.actions import Action, Reverse, Schedule, Tape
+from encore.bptt.actions import Action, Reverse, Tape, TimeSchedule
 
 
-class Keep(Schedule):
+class KeepTape(TimeSchedule):
     """One forward a step."""
 
     name: ClassVar[str] = "keep"

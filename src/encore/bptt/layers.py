@@ -11,13 +11,13 @@ from encore.bptt.source import Pieces
 from encore.errors import OptionError
 
 CHUNK = 32
-"""Steps of time in a piece, where nothing is said."""
+"""Steps of time in a piece by default."""
 
 
 def over_time(
     layer: nn.RNNBase, x: Tensor, state: Any = None, *, chunk: int = CHUNK, **options: Any
 ) -> tuple[Tensor, Any]:
-    """`layer(x, state)` for an LSTM, GRU or RNN of `torch.nn` or `encore.nn`, in the memory that `options` name.
+    """`layer(x, state)` for an LSTM, GRU or RNN of `torch.nn` or `encore.nn`, in the memory that `options` give.
 
     The sequence goes through the layer `chunk` steps at a time, which is what a step of the scan is; `options` are
     those of `encore.scan` (`budget=`, `slots=`, `tiers=`, ...). `truncate=` counts steps of time, and is a multiple of

@@ -1,8 +1,8 @@
-"""Asynchronous multistage checkpointing: states leave for a tier while computing goes on, and come back ahead of need.
+"""Asynchronous multistage checkpointing: states leave for a tier while computing goes on, and return ahead of need.
 
 N. Kukreja, J. Hückelheim, G. Gorman. Backpropagation for long sequences: beyond memory constraints with constant
 overheads. arXiv:1806.01117, 2018. A state takes T_T to move and a step T_A to run, so that every I-th state can leave
-with I = ceil(T_T / T_A) and nobody waits. Backward takes the intervals from the last to the first: while one is
+with I = ceil(T_T / T_A) and no step waits. Backward takes the intervals from the last to the first: while one is
 reversed, the state before it is on its way. The cost a step depends on I and the memory, never on the length.
 
 Beyond the paper: I is measured while the steps run, and a state whose turn comes while the tier is busy is simply
@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import ClassVar, Protocol
 
-from encore.bptt.actions import Action, Advance, Free, Load, Prefetch, Reverse, Schedule, Store, Tape
+from encore.bptt.actions import Action, Advance, FreeState, LoadState, Prefetch, Reverse, StoreState, Tape, TimeSchedule
 from encore.bptt.revolve import reverse_range
 
 Shape = Callable[[int], tuple[int, int]]
@@ -25,13 +25,13 @@ Shape = Callable[[int], tuple[int, int]]
 
 
 class Pace(Protocol):
-    """When the next state may leave."""
+    """When the next state may be offloaded."""
 
     def interval(self) -> int:
         """Steps until then."""
 
     def ready(self) -> bool:
-        """Would it leave at once?"""
+        """Return whether it would leave at once."""
 
 
 class MeasuredPace:
@@ -44,7 +44,7 @@ class MeasuredPace:
         self._ready = ready
 
     def note(self, steps: int, seconds: float) -> None:
-        """So many steps have run. The fastest counts: delays are somebody else's doing, and shorten the interval."""
+        """Note the seconds of some steps. The fastest counts: delays by other programs would shorten the interval."""
         if steps:
             self.step_seconds = min(self.step_seconds, seconds / steps)
 
@@ -57,9 +57,9 @@ class MeasuredPace:
         return self._ready()
 
 
-class Multistage(Schedule):
+class Multistage(TimeSchedule):
     """Intervals in the tier, Revolve or a whole tape within each. `steps` where the length is known; `planned` is the
-    interval that was reckoned with."""
+    planned interval."""
 
     name: ClassVar[str] = "multistage"
 
@@ -82,7 +82,7 @@ class Multistage(Schedule):
         at = 0
         last = math.inf if self.steps is None else max(0, self.steps - self.block)
         while True:
-            yield Store(at, "tier")
+            yield StoreState(at, "tier")
             self.late += at != len(self.stored) * self.planned
             self.stored.append(at)
             interval = self.pace.interval()
@@ -105,20 +105,20 @@ class Multistage(Schedule):
     def backward(self, steps: int) -> Iterator[Action]:
         stop = steps
         while self.stored and self.stored[-1] >= stop:
-            yield Free(self.stored.pop(), "tier")
+            yield FreeState(self.stored.pop(), "tier")
         if self.stored:
             yield Prefetch(self.stored[-1])
         if self._taped is not None:
             yield Reverse(self._taped, stop)
             stop = self._taped
             if self.stored[-1] == stop:
-                yield Free(self.stored.pop(), "tier")
+                yield FreeState(self.stored.pop(), "tier")
                 if self.stored:
                     yield Prefetch(self.stored[-1])
         while self.stored:
             start = self.stored.pop()
-            yield Load(start, "tier")
-            yield Free(start, "tier")
+            yield LoadState(start, "tier")
+            yield FreeState(start, "tier")
             if self.stored:
                 yield Prefetch(self.stored[-1])
             slots, block = self.shape(stop - start)
@@ -126,6 +126,6 @@ class Multistage(Schedule):
                 yield Tape(start, stop)
                 yield Reverse(start, stop)
             else:
-                yield Store(start)
+                yield StoreState(start)
                 yield from reverse_range(start, stop, slots, block, here=True)
             stop = start

@@ -1,13 +1,13 @@
-"""A look at the first step: which parameters it uses, what it writes to, how many bytes it takes.
+"""Facts about the first step: which parameters it uses, what it writes to, how many bytes it takes.
 
-It is run a few times, from the same state, and everything it changed is put back.
+It is run a few times, from the same state, and everything it changed is restored.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from encore.bptt.loop import Loop
 from encore.bptt.snapshot import Surroundings, same_bits
 from encore.bptt.trees import Structure
 from encore.errors import OptionError
@@ -30,35 +31,35 @@ class Facts:
     """What is known of a step."""
 
     parameters: list[Tensor]
-    """Leaves that the step uses and that want gradients, beside its arguments."""
+    """Leaves that the step uses and that require gradients, besides its arguments."""
     surroundings: Surroundings
     ys: Structure
     results: list[Tensor]
     """The first step's y, for shapes and types."""
     y_is_carry: list[tuple[int, int]]
-    """Where a y is the very tensor of the new carry."""
+    """Pairs of places: a y that is the same tensor as one of the new carry."""
     quiet: bool
-    """Do steps without a tape give the same bits, carry and y?"""
+    """Whether steps without a tape give the same bits, carry and y."""
     tape: int
     work: int
     step_seconds: float
     draws: tuple[bool, ...]
-    """From which of its random states does it draw?"""
+    """For each of its random states, whether it draws from it."""
     differentiable: bool
 
     @property
     def quiet_around(self) -> bool:
-        """Does the step leave random states and buffers alone?"""
+        """Whether the step leaves random states and buffers as they are."""
         return not self.surroundings.buffers and not any(self.draws)
 
 
-class _Watch(TorchDispatchMode):
-    """Notes writes to memory that was there before, with what it held, generators that are drawn from, with their
+class _StepWatch(TorchDispatchMode):
+    """Notes writes to memory that was there before, with its old content, generators that are drawn from, with their
     state, and the bytes of new memory."""
 
-    def __init__(self, refused: Mapping[int, str]) -> None:
+    def __init__(self, reserved: Mapping[int, str]) -> None:
         super().__init__()
-        self.refused = refused
+        self.reserved = reserved
         self.made: set[int] = set()
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
@@ -91,9 +92,9 @@ class _Watch(TorchDispatchMode):
         for tensor in _tensors(value):
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in self.refused:
+            if key in self.reserved:
                 raise OptionError(
-                    f"the step writes into {self.refused[key]}, which it needs again when it is run again; "
+                    f"the step writes into {self.reserved[key]}, which it needs again when it is run again; "
                     "let it return a new tensor instead"
                 )
             if key not in self.made and key not in self.written:
@@ -114,7 +115,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _bytes(gradient: Tensor) -> int:
-    """Also of the sparse gradient of an embedding."""
+    """Bytes of a gradient, also of the sparse one of an embedding."""
     if gradient.layout == torch.strided:
         return gradient.nbytes
     return gradient._indices().nbytes + gradient._values().nbytes
@@ -131,8 +132,8 @@ def sequence_number() -> int:
 
 
 def leaves_behind(outputs: Iterable[Tensor], since: int) -> dict[int, Tensor]:
-    """The leaves that a tape leads to, and outputs that are leaves; raises `OptionError` where it leads into a graph
-    that was there before it."""
+    """The leaves that a tape leads to, and outputs that are leaves; raises `OptionError` if it leads into a graph that
+    is older than it."""
     stack: list[Any] = []
     found: dict[int, Tensor] = {}
     for tensor in outputs:
@@ -159,8 +160,8 @@ def leaves_behind(outputs: Iterable[Tensor], since: int) -> dict[int, Tensor]:
 
 
 @contextlib.contextmanager
-def hooks_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Hooks on leaves are for whole gradients: partial ones must not call them."""
+def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Remove hooks on leaves for a while: they are for whole gradients, and partial ones must not call them."""
     kept = []
     for tensor in tensors:
         hooks = tensor._backward_hooks
@@ -174,21 +175,60 @@ def hooks_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
             hooks.update(before)
 
 
-def probe(
-    call: Callable[[Any, Any], tuple[Any, Any]],
-    carry: Structure,
-    start: Sequence[Tensor],
-    item: Any,
-    given: Sequence[Tensor],
-    consts: Sequence[Tensor],
-) -> Facts:
-    """Run the first step from `start` with `item`. `given` are the user's tensors; `consts` are leaves made of them."""
+def probe(loop: Loop, item: Any, given: Sequence[Tensor]) -> Facts:
+    """Run the first step, with input `item`. `given` are the user's tensors."""
+    start = [tensor.detach() for tensor in loop.start]
     devices = sorted({tensor.device for tensor in (*start, *given) if tensor.is_cuda}, key=str)
     surroundings = Surroundings([], devices)
     random = surroundings.random_state()
-    refused = {tensor.untyped_storage()._cdata: "its carry" for tensor in start}
-    refused |= {tensor.untyped_storage()._cdata: "its input" for tensor in _tensors(item)}
-    watch = _Watch(refused)
+    reserved = {tensor.untyped_storage()._cdata: "its carry" for tensor in start}
+    reserved |= {tensor.untyped_storage()._cdata: "its input" for tensor in _tensors(item)}
+    watch = _StepWatch(reserved)
+    first = _taped(loop, start, item, given, watch)
+    surroundings.buffers = [memory for memory, _ in watch.written.values()]
+    surroundings.generators = [generator for generator, _ in watch.generators.values()]
+    random += [state for _, state in watch.generators.values()]
+
+    def restore() -> None:
+        surroundings.set_random_state(random)
+        with torch.no_grad():
+            for memory, before in watch.written.values():
+                memory.copy_(before)
+
+    draws = tuple(not torch.equal(*states) for states in zip(random, surroundings.random_state(), strict=True))
+    restore()
+    began = time.perf_counter()
+    with torch.no_grad(), loop.contexts():
+        again, y_again = loop.call(loop.carry.unflatten([tensor.detach() for tensor in start]), item)
+    seconds = time.perf_counter() - began
+    restore()
+    out, results = first.out, first.results
+    places = {id(tensor): place for place, tensor in enumerate(out) if tensor.requires_grad}
+    return Facts(
+        parameters=first.parameters, surroundings=surroundings, ys=first.ys,
+        results=[tensor.detach() for tensor in results],
+        y_is_carry=[(position, places[id(one)]) for position, one in enumerate(results) if id(one) in places],
+        quiet=all(map(same_bits, (*out, *results), (*loop.carry.flatten(again), *first.ys.flatten(y_again)))),
+        tape=_tape_bytes(first, start, item, given), work=first.work, step_seconds=seconds, draws=draws,
+        differentiable=first.differentiable,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """The first step, run with a tape and reversed."""
+
+    out: list[Tensor]
+    ys: Structure
+    results: list[Tensor]
+    parameters: list[Tensor]
+    saved: dict[int, int]
+    """Bytes of the storages that its tape saves, by their keys."""
+    work: int
+    differentiable: bool
+
+
+def _taped(loop: Loop, start: Sequence[Tensor], item: Any, given: Sequence[Tensor], watch: _StepWatch) -> _First:
     since = sequence_number()
     saved: dict[int, int] = {}
 
@@ -200,63 +240,42 @@ def probe(
 
     leaves = [tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex()) for tensor in start]
     with watch:
-        with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
-            new, y = call(carry.unflatten(leaves), item)
-        out = carry.flatten(new)
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor), loop.contexts():
+            new, y = loop.call(loop.carry.unflatten(leaves), item)
+        out = loop.carry.flatten(new)
         ys = Structure(y, "the step's y")
         results = ys.flatten(y)
         outputs = [tensor for tensor in (*out, *results) if tensor.requires_grad]
-        found = leaves_behind(outputs, since)
-        own = {id(tensor) for tensor in leaves}
-        apart = own | {id(tensor) for tensor in consts}
-        parameters = [tensor for key, tensor in found.items() if key not in apart]
+        known = {id(tensor) for tensor in (*leaves, *loop.consts)}
+        parameters = [tensor for key, tensor in leaves_behind(outputs, since).items() if key not in known]
         differentiable = any(tensor.requires_grad for tensor in (*given, *parameters))
-        taken = watch.allocated
-        kept = 0
+        before, kept = watch.allocated, 0
         if outputs and differentiable:
-            inputs = [tensor for tensor in (*leaves, *consts, *parameters) if tensor.requires_grad]
-            with hooks_aside(parameters):
+            inputs = [tensor for tensor in (*leaves, *loop.consts, *parameters) if tensor.requires_grad]
+            with without_hooks(parameters):
                 zeros = [torch.zeros_like(output) for output in outputs]
                 gradients = torch.autograd.grad(outputs, inputs, zeros, allow_unused=True)
+            own = {id(tensor) for tensor in leaves}
             pairs = zip(inputs, gradients, strict=True)
             kept = sum(_bytes(gradient) for one, gradient in pairs if gradient is not None and id(one) not in own)
             del gradients, pairs
-    # Beside what backward allocates: the state that is worked from, and the one it is compared with. Gradients of
-    # parameters are not counted: everybody has them.
-    work = watch.allocated - taken - kept + 2 * sum(tensor.nbytes for tensor in start)
-    outside = [tensor for tensor in (*given, *parameters) if tensor.layout == torch.strided]
+    # Besides what backward allocates: the state that is worked from, and the one it is compared with. Gradients of
+    # parameters are not counted: a plain loop has them, too.
+    work = watch.allocated - before - kept + 2 * sum(tensor.nbytes for tensor in start)
+    return _First(out, ys, results, parameters, saved, work, differentiable)
+
+
+def _tape_bytes(first: _First, start: Sequence[Tensor], item: Any, given: Sequence[Tensor]) -> int:
+    """Bytes that the tape of a step takes: what it saves that is not there anyway."""
+    saved = first.saved
+    outside = [tensor for tensor in (*given, *first.parameters) if tensor.layout == torch.strided]
     for tensor in outside:
         saved.pop(tensor.untyped_storage()._cdata, None)
-    for tensor in _tensors(item):  # part of something of the user's, or made for this step: its own bytes at most
+    for tensor in _tensors(item):  # part of one of the user's tensors, or made for this step: its own bytes at most
         key = tensor.untyped_storage()._cdata
         if key in saved:
             saved[key] = min(saved[key], tensor.nbytes)
-    ends = [tensor for tensor in results if not any(tensor is other for other in out)]
-    for tensor in (*start, *ends):  # inside a block they are held by the tape, whoever else needs them
+    ends = [tensor for tensor in first.results if not any(tensor is other for other in first.out)]
+    for tensor in (*start, *ends):  # inside a block the tape keeps them
         saved.setdefault(tensor.untyped_storage()._cdata, tensor.nbytes)
-
-    surroundings.buffers = [memory for memory, _ in watch.written.values()]
-    surroundings.generators = [generator for generator, _ in watch.generators.values()]
-    random += [state for _, state in watch.generators.values()]
-
-    def put_back() -> None:
-        surroundings.set_random_state(random)
-        with torch.no_grad():
-            for memory, before in watch.written.values():
-                memory.copy_(before)
-
-    draws = tuple(not torch.equal(*states) for states in zip(random, surroundings.random_state(), strict=True))
-    put_back()
-    began = time.perf_counter()
-    with torch.no_grad():
-        again, y_again = call(carry.unflatten([tensor.detach() for tensor in start]), item)
-    seconds = time.perf_counter() - began
-    put_back()
-    quiet = all(map(same_bits, (*out, *results), (*carry.flatten(again), *ys.flatten(y_again))))
-    places = {id(tensor): place for place, tensor in enumerate(out) if tensor.requires_grad}
-    y_is_carry = [(position, places[id(one)]) for position, one in enumerate(results) if id(one) in places]
-    return Facts(
-        parameters=parameters, surroundings=surroundings, ys=ys, results=[tensor.detach() for tensor in results],
-        y_is_carry=y_is_carry, quiet=quiet, tape=sum(saved.values()), work=work, step_seconds=seconds,
-        draws=draws, differentiable=differentiable,
-    )  # fmt: skip
+    return sum(saved.values())

@@ -1,12 +1,12 @@
-"""Tensors that a step can reach: what it could write to without anybody having told us.
+"""Tensors that a step can reach, and so may write to.
 
-What the first step writes to is known, and put back before a step is run again. A buffer that a later step is the first
+What the first step writes to is known, and restored before a step is run again. A buffer that a later step is the first
 to write to (statistics in a branch that is taken now and then) would be written again by every run. So the tensors that
-the step can reach are noted before forward and looked at after it: a version that moved, or a vector of statistics that
-holds other numbers, since operators of normalisations write those without a word.
+the step can reach are noted before forward and checked after it: for another version, or for other numbers in a vector
+of statistics, since operators of normalisations write those without a new version.
 
-Reach is what Python knows: closures, defaults, the globals that a function names, attributes, containers, modules. What
-hides in C++, or lies behind more than `MOST` objects, is not seen.
+Reachable are closures, defaults, the globals that a function names, attributes, containers, modules. Tensors known only
+to C++, or behind more than `MOST` objects, are not found.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from encore.bptt.snapshot import as_bytes
 from encore.errors import ReplayError
 
 MOST = 20_000
-"""Objects that are looked at, nearest first."""
+"""Objects that are searched, nearest first."""
 CHANNELS = 1 << 16
-"""A longer vector is not taken for statistics."""
+"""The longest vector that may be statistics."""
 CLOSED = (type, types.ModuleType, types.FrameType, types.GeneratorType, types.CodeType, str, bytes, int, float)
-"""Objects behind which nothing of the step's is looked for."""
+"""Objects that are not searched further."""
 
 
 def reachable(step: Callable[..., Any]) -> list[Tensor]:
-    """The tensors that a function can come by, each once."""
+    """Return the tensors that a function can reach, each once."""
     waiting: deque[Any] = deque([step])
     seen = {id(step)}
     found: list[Tensor] = []
-    looked_at = 0
-    while waiting and looked_at < MOST:
+    searched = 0
+    while waiting and searched < MOST:
         one = waiting.popleft()
-        looked_at += 1
+        searched += 1
         if isinstance(one, Tensor):
             found.append(one)
             continue
@@ -82,8 +82,8 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-class Untold:
-    """The tensors that a step can reach, as they are when forward begins, but for those that are known."""
+class ReachableTensors:
+    """The tensors that a step can reach, as they are when forward begins, but for those that are `known`."""
 
     def __init__(self, step: Callable[..., Any], known: Collection[int]) -> None:
         self._before: list[tuple[Tensor, int, int | None]] = []
@@ -94,18 +94,18 @@ class Untold:
                 self._before.append((tensor, tensor._version, _statistics(tensor)))
 
     def check(self) -> None:
-        """Raise `ReplayError` where one was written to since."""
+        """Raise `ReplayError` if one was written to since."""
         for tensor, version, statistics in self._before:
             if tensor._version != version or _statistics(tensor) != statistics:
                 raise ReplayError(
                     f"a later step wrote into a tensor of shape {tuple(tensor.shape)} ({tensor.dtype}) that the first "
-                    "step did not write to; what it held before is gone, and steps that are run again would write it "
+                    "step did not write to; its old content is gone, and steps that are run again would write it "
                     "again: let every step write to it, or none, or give it its place in the carry"
                 )
 
 
 def _statistics(tensor: Tensor) -> int | None:
-    """A sum over what may be statistics of a normalisation: numbers by channel, without gradients."""
+    """A checksum of what may be statistics of a normalisation: numbers by channel, without gradients."""
     if tensor.dim() != 1 or tensor.requires_grad or not tensor.is_floating_point() or len(tensor) > CHANNELS:
         return None
     return zlib.crc32(as_bytes(tensor).cpu().numpy().data)

@@ -1,8 +1,8 @@
-"""An independent check of every schedule: follow the actions, believe nothing that made them.
+"""An independent check of every schedule through time, which shares no code with those that make schedules.
 
-It shares no code with the generators. Rejected: a step run from a state that is not at hand, a state loaded that is not
-stored, a second tape, a gradient taken over another tape or out of turn, more states or steps on the tape than the
-limits, anything left behind at the end.
+`run` has it follow every action of every scan, and reports what it counted; the tests use it on bare schedules.
+Rejected: a step run from a state that is not at hand, a load of a state that is not stored, a second tape, a gradient
+taken over another tape or out of order, more states or steps on the tape than the limits, anything left at the end.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from encore.bptt.actions import Action, Advance, Free, Load, Prefetch, Reverse, Store, Tape
+from encore.bptt.actions import Action, Advance, FreeState, LoadState, Prefetch, Reverse, StoreState, Tape
 from encore.errors import IllegalGraphError
 
 
@@ -27,11 +27,11 @@ class Counts:
     tier_stores: int = 0
     tier_loads: int = 0
     most_slots: int = 0
-    """States in memory at once, the working one aside."""
+    """States in memory at once, besides the working one."""
     longest_tape: int = 0
     most_in_tier: int = 0
     most_bytes: int = 0
-    """Of stored states and of the tape together, where the replayer was told how large they are."""
+    """The peak of stored states and of the tape together, if their sizes are given."""
 
     @property
     def forwards(self) -> int:
@@ -57,11 +57,11 @@ class Replayer:
         self.gradient: int | None = None
 
     def follow(self, action: Action) -> None:
-        """One action; raises `IllegalGraphError` where it cannot be done."""
+        """Follow one action; raises `IllegalGraphError` if it cannot be done."""
         self._follow(action)
         taped = 0 if self.tape is None else self.tape[1] - self.tape[0]
-        held = len(self.memory) * self.state_bytes + taped * self.tape_bytes
-        self.counts.most_bytes = max(self.counts.most_bytes, held)
+        size = len(self.memory) * self.state_bytes + taped * self.tape_bytes
+        self.counts.most_bytes = max(self.counts.most_bytes, size)
 
     def _follow(self, action: Action) -> None:
         match action:
@@ -70,7 +70,7 @@ class Replayer:
                 self.counts.advanced += stop - start
             case Tape(start, stop):
                 self._run(start, stop, "tape")
-                self._check(self.tape is None, f"tape of {start} to {stop} beside that of {self.tape}")
+                self._check(self.tape is None, f"tape of {start} to {stop} next to that of {self.tape}")
                 self._check(self.block is None or stop - start <= self.block, f"{stop - start} steps on the tape")
                 self.tape = start, stop
                 self.counts.taped += stop - start
@@ -79,44 +79,44 @@ class Replayer:
                 self._check(self.gradient == stop, f"gradient at {self.gradient}, reversed from {stop}")
                 self._check(self.tape == (start, stop), f"reverse of {start} to {stop} over the tape {self.tape}")
                 self.gradient, self.tape, self.working = start, None, None
-            case Store(step, level):
+            case StoreState(step, level):
                 self._check(self.working == step, f"store of {step} while {self.working} is at hand")
-                held = self.memory if level == "memory" else self.tier
-                self._check(step not in held, f"{step} stored twice")
-                held.add(step)
+                stored = self.memory if level == "memory" else self.tier
+                self._check(step not in stored, f"{step} stored twice")
+                stored.add(step)
                 self._count_stored(level)
             case Prefetch(step):
                 self._check(step in self.tier, f"prefetch of {step}, which is not in the tier")
                 self._check(step not in self.coming, f"prefetch of {step} twice")
                 self.coming.add(step)
                 self._check(len(self.coming) <= 2, f"{len(self.coming)} states on their way at once")
-            case Load(step, level):
-                held = self.memory if level == "memory" else self.tier
-                self._check(step in held, f"load of {step}, which is not in {level}")
+            case LoadState(step, level):
+                stored = self.memory if level == "memory" else self.tier
+                self._check(step in stored, f"load of {step}, which is not in {level}")
                 self.working = step
                 if level == "memory":
                     self.counts.memory_loads += 1
                 else:
                     self.coming.discard(step)
                     self.counts.tier_loads += 1
-            case Free(step, level):
-                held = self.memory if level == "memory" else self.tier
-                self._check(step in held, f"free of {step}, which is not in {level}")
-                held.remove(step)
+            case FreeState(step, level):
+                stored = self.memory if level == "memory" else self.tier
+                self._check(step in stored, f"free of {step}, which is not in {level}")
+                stored.remove(step)
                 if level == "tier":
                     self.coming.discard(step)
 
     def turn(self, steps: int) -> None:
-        """Forward is over after so many steps."""
+        """Begin backward: forward has ended after so many steps."""
         self._check(self.reached == steps, f"forward ends at {self.reached} of {steps}")
         self._check(self.tape is None or self.tape[1] == steps, f"forward leaves the tape {self.tape} of {steps}")
         self.gradient, self.working = steps, None
 
     def finish(self) -> Counts:
-        """Backward is over; what was done."""
+        """End backward, and return what was counted."""
         self._check(self.gradient == 0, f"backward ends at {self.gradient}")
-        for held, where in ((self.memory, "memory"), (self.tier, "the tier")):
-            self._check(not held, f"{sorted(held)[:3]} left in {where}")
+        for left, where in ((self.memory, "memory"), (self.tier, "the tier")):
+            self._check(not left, f"{sorted(left)[:3]} left in {where}")
         return self.counts
 
     def _run(self, start: int, stop: int, what: str) -> None:

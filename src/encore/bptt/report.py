@@ -1,4 +1,4 @@
-"""What a scan did: counted, beside what was predicted, and drawn."""
+"""What a scan did: counted, next to the predictions, and drawn."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import html
 import io
 import json
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from encore.bptt.actions import Action, Advance, FreeState, LoadState, Reverse, StoreState, Tape
 from encore.bptt.replay import Counts
 from encore.errors import MissingPackageError, NeverRunError
-from encore.tiers import Transfers
+from encore.tiers import Parcel, Transfers
 from encore.units import bytes_text
 from encore.whole_files import write_whole
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EVENTS = 20_000
-"""So many actions are noted with their times; what follows is only counted, and the picture says so."""
+"""Actions that are noted with their times; further ones are only counted, and the title of the picture says so."""
 COLOURS = {
     "Advance": "#9aa7b5", "Tape": "#e8a317", "Reverse": "#17996b",
     "Store memory": "#4f9fd6", "Load memory": "#7768c9", "Store tier": "#d1603d", "Load tier": "#b05fa5",
@@ -45,8 +47,8 @@ svg {{ max-width: 100%; height: auto; background: white; }}
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One action that was followed. Seconds since the scan began; of what went to a tier or came from it, those in
-    which it was on its way, where the tier can tell."""
+    """One action. Seconds since the scan began; of a state that goes to a tier or comes from it, the seconds of its
+    transfer, if the tier measures them."""
 
     action: str
     start: int
@@ -64,12 +66,12 @@ class ScanReport:
     slots: int = 0
     block: int = 0
     interval: int | None = None
-    """Steps between states in the tier, as planned; they are stored later where the tier is busy."""
+    """Steps between states in the tier, as planned; they are stored later if the tier is busy."""
     state_bytes: int = 0
     tape_bytes: int = 0
     """Of one step."""
     predicted_bytes: int = 0
-    """States, tapes and work at the worst moment; inputs, results and gradients of parameters aside."""
+    """The peak of states, tapes and work, without inputs, results and gradients of parameters."""
     predicted_forwards: int | None = None
     late_stores: int = 0
     """States that went to the tier at another step than was planned, since the tier was busy or steps and stores took
@@ -81,12 +83,18 @@ class ScanReport:
     events: list[Event] = field(default_factory=list)
     """The first of them, in order."""
     actions: int = 0
-    """How many there were in all."""
+    """Number of all actions."""
 
     @property
     def recompute(self) -> float:
         """Runs of a step, over steps: 1 for a plain loop."""
         return self.counts.forwards / self.steps if self.steps else 0.0
+
+    def begin(self, **known: Any) -> None:
+        """Forget an earlier scan; set the fields that are known before the first step."""
+        fresh = ScanReport(**known)
+        for name in self.__slots__:
+            setattr(self, name, getattr(fresh, name))
 
     def to_dict(self) -> dict[str, Any]:
         return {"encore_scan": 1, **dataclasses.asdict(self), "recompute": self.recompute}
@@ -138,9 +146,9 @@ class ScanReport:
         return write_whole(path, page.encode())
 
     def _title(self) -> str:
-        told = f"{self.schedule}: {self.steps:,} steps, {self.recompute:.2f} forwards a step"
+        title = f"{self.schedule}: {self.steps:,} steps, {self.recompute:.2f} forwards a step"
         drawn = len(self.events)
-        return told if drawn >= self.actions else f"{told}; the first {drawn:,} of {self.actions:,} actions"
+        return title if drawn >= self.actions else f"{title}; the first {drawn:,} of {self.actions:,} actions"
 
     def _figure(self) -> Figure:
         if not self.events:
@@ -180,3 +188,43 @@ class ScanReport:
         below.set(xlabel="seconds", yticks=range(len(levels)), yticklabels=list(levels))
         below.invert_yaxis()
         return figure
+
+
+class EventLog:
+    """Notes the actions of one scan in its report."""
+
+    def __init__(self, report: ScanReport) -> None:
+        self.report = report
+        self._events = report.events  # the report may be another scan's before this one has ended
+        self._leaving: dict[int, int] = {}
+        """By the step of a state in a tier: the place of its store among the events."""
+        self._began = time.perf_counter()
+
+    def note(self, action: Action, began: float, parcel: Parcel | None) -> None:
+        """Note an action that ends now. `parcel` is that of a state in a tier."""
+        ended = time.perf_counter()
+        self.report.actions += 1
+        if isinstance(action, FreeState) and parcel is not None:
+            self._end_store(action.step, parcel)
+        if len(self._events) >= EVENTS:
+            return
+        name = type(action).__name__.removesuffix("State")
+        if isinstance(action, Advance | Tape | Reverse):
+            start, stop = action.start, action.stop
+        else:
+            start = stop = action.step
+        if isinstance(action, StoreState | LoadState):
+            name = f"{name} {action.level}"
+        if isinstance(action, StoreState) and parcel is not None:
+            self._leaving[start] = len(self._events)
+        elif isinstance(action, LoadState) and parcel is not None and parcel.times.fetched is not None:
+            began, ended = parcel.times.fetched
+        self._events.append(Event(name, start, stop, began - self._began, ended - self._began))
+
+    def _end_store(self, step: int, parcel: Parcel) -> None:
+        """The end of a store is known by the time the state is freed."""
+        place = self._leaving.pop(step, None)
+        if place is not None and parcel.times.stored is not None:
+            event = self._events[place]
+            ended = max(event.ended, parcel.times.stored - self._began)
+            self._events[place] = dataclasses.replace(event, ended=ended)

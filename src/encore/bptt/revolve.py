@@ -2,7 +2,7 @@
 
 A. Griewank, A. Walther. Algorithm 799: Revolve. ACM TOMS 26(1), 2000. With beta(s, r) = C(s + r, s) and r the least
 number with beta(s, r) >= n, no step needs to be run more than r times to get past it, and r n - beta(s + 1, r - 1) runs
-are needed in all, beside the one of each step that leaves a tape. The s states include the first.
+are needed in all, besides the one of each step that leaves a tape. The s states include the first.
 
 Here a *block* of steps stands where the paper has a step: a tape of several steps saves more runs than the states that
 would fit in its place, where tapes are small. One block is the paper's schedule if it has one step, and the classical
@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from typing import ClassVar
 
-from encore.bptt.actions import Action, Advance, Free, Load, Reverse, Schedule, Store, Tape
+from encore.bptt.actions import Action, Advance, FreeState, LoadState, Reverse, StoreState, Tape, TimeSchedule
 
 
 def beta(slots: int, repeats: int) -> int:
@@ -79,26 +79,26 @@ def reverse_range(start: int, stop: int, slots: int, block: int, *, here: bool) 
         last = stored[-1]
         blocks = -(-(stop - last) // block)
         if not here:
-            yield Load(last)
+            yield LoadState(last)
         if blocks > 1:
             free = slots - len(stored)
             to = stop - block * (blocks - split(blocks, free + 1) if free else 1)
             yield Advance(last, to)
             if free:
-                yield Store(to)
+                yield StoreState(to)
                 stored.append(to)
                 here = True
                 continue
             last = to
         else:
-            yield Free(stored.pop())
+            yield FreeState(stored.pop())
         yield Tape(last, stop)
         yield Reverse(last, stop)
         stop = last
         here = False
 
 
-class Revolve(Schedule):
+class Revolve(TimeSchedule):
     """Revolve over blocks. The last block's tape is made by forward, which runs through it anyway."""
 
     name: ClassVar[str] = "revolve"
@@ -117,7 +117,7 @@ class Revolve(Schedule):
     def forward(self) -> Iterator[Action]:
         if self.steps == 0:
             return
-        yield Store(0)
+        yield StoreState(0)
         self._stream = reverse_range(0, self.steps, self.slots, self.block, here=True)
         for action in self._stream:
             yield action

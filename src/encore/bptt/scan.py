@@ -1,4 +1,4 @@
-"""`encore.scan`: a loop over time that can be differentiated in the memory you name."""
+"""`encore.scan`: a loop over time that can be differentiated in a given memory."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from encore.bptt.choose import Choice, Room, choose
+from encore.bptt.choose import RoomAsked, TimeChoice, choose
+from encore.bptt.loop import Loop, Results
 from encore.bptt.multistage import MeasuredPace
 from encore.bptt.probe import Facts, probe
-from encore.bptt.reach import Untold
+from encore.bptt.reach import ReachableTensors
 from encore.bptt.report import ScanReport
-from encore.bptt.run import Results, Run, ScanFunction, transfers_of
+from encore.bptt.run import ScanFunction, ScanRun, ShowProgress, transfers_of
 from encore.bptt.snapshot import packed_bytes
-from encore.bptt.source import Once, Source, source_of
+from encore.bptt.source import Once, source_of
 from encore.bptt.trees import Structure
 from encore.errors import OptionError, TierError
-from encore.options import parse_budget
 from encore.progress import notes
 from encore.progress import progress as progress_bar
 from encore.tiers import Tier, open_tiers
 from encore.units import bytes_text
 
-TOLD = 20
-"""Progress is told so often."""
+SHOWN = 20
+"""Times that progress is shown."""
 THOUSAND = 1000
-"""Steps after which it is told first, where nobody knows how many there will be."""
+"""Steps after which it is shown first, if their number is not known."""
 
 Step = Callable[..., tuple[Any, Any]]
 
@@ -49,67 +49,43 @@ def scan(
     progress: bool = False,
     report: ScanReport | None = None,
 ) -> tuple[Any, Any]:
-    """`carry, y = step(carry, x)` for every x, and then backward through all of it, in as much memory as you say.
+    """`carry, y = step(carry, x)` for every x, and then backward through all of it, in a given memory.
 
     The same numbers, to the last bit, as the loop written out; forward, and backward to `carry`, `xs`, `consts` and the
     parameters that `step` uses. `carry`, `x` and `y` are tensors in tuples, lists and dicts; `xs` has time as its first
-    dimension, can be something with a length and an index, or an iterator of unknown length; `ys` come back stacked, or
-    are `None` where `y` is.
+    dimension, can be something with a length and an index, or an iterator of unknown length; `ys` are stacked, or
+    `None` if `y` is.
 
-    budget    bytes ("64MiB") for states, tapes and the work of one step; inputs, results and gradients are yours. "min"
-              is the least there is.
+    budget    bytes ("64MiB") for states, tapes and the work of one step; inputs, results and gradients come on top.
+              "min" is the least that is possible.
     slots     instead of it: so many states, with the tape of one step at a time.
-    tiers     where states may go beside: "disk", "host", an `encore.tiers.Disk(...)`, or several, nearest first.
+    tiers     where states may be offloaded to: "disk", "host", an `encore.tiers.Disk(...)`, or several, nearest first.
     consts    tensors that were computed with gradients outside and are used by every step: `step(carry, x, consts)`.
     truncate  gradients stop after so many steps: the carry is detached at every multiple of it.
-    schedule  "auto" takes the cheapest that fits; "keep", "revolve" and "multistage" are the ones it takes it from.
+    schedule  "auto" takes the cheapest of "keep", "revolve" and "multistage" that fits.
     report    a `ScanReport` that is filled in: counts, times, a picture.
 
-    `step` is run several times. Beside its arguments and parameters it may depend on random numbers and on tensors it
-    writes to (BatchNorm's statistics), which are put back; not on other things that change.
+    `step` is run several times. Besides its arguments and parameters it may depend on random numbers and on tensors it
+    writes to (BatchNorm's statistics), which are restored; not on other things that change.
     """
     _check_options(budget, slots, truncate)
     source = source_of(xs, length)
     structure = Structure(carry, "the carry")
     start = structure.flatten(carry)
     given = _Consts(consts)
+    loop = Loop(given.call(step), structure, start, source, given.leaves, truncate, _autocast_contexts(start))
     if source.length == 0:
         return carry, None
     if not torch.is_grad_enabled():
-        return _plain(given.call(step), structure, start, source)
+        return _plain(loop)
     head = list(source.items(0, 1))
     if not head:
         return carry, None
-    first = head.pop()
-    contexts = _autocast_contexts(start)
-    call = given.call(step)
-
-    def in_context(carry: Any, x: Any) -> tuple[Any, Any]:
-        with contexts():
-            return call(carry, x)
-
-    facts = probe(
-        in_context, structure, [tensor.detach() for tensor in start], first,
-        (*start, *source.tensors, *given.tensors), given.leaves,
-    )  # fmt: skip
-    del first
+    facts = probe(loop, head.pop(), (*start, *source.tensors, *given.tensors))
     if not facts.differentiable:
-        return _plain(call, structure, start, source)
-    with contextlib.ExitStack() as stack:
-        opened = open_tiers(tiers, stack)
-        for tier in opened:
-            tier.forgive()  # whoever stored before has been told
-        moved_before = transfers_of(opened)
-        choice, pace = _choose(schedule, source, start, facts, opened, budget, slots)
-        told = ScanReport() if report is None else report
-        _describe(told, choice, start, facts)
-        run = Run(
-            call, structure, start, source, given.leaves, facts, choice.schedule, opened,
-            truncate=truncate, note_pace=None if pace is None else pace.note, contexts=contexts,
-            tell=_teller if progress else _silence, report=told, resources=stack.pop_all(),
-            untold=None if choice.schedule.name == "keep" else Untold(step, facts.surroundings.storages),
-            moved_before=moved_before,
-        )  # fmt: skip
+        return _plain(loop)
+    room = RoomAsked(budget, slots, schedule)
+    run = _planned(step, loop, facts, room, tiers, _show if progress else _silence, report or ScanReport())
     try:
         found = ScanFunction.apply(run, *start, *source.tensors, *given.tensors, *facts.parameters)
     except BaseException:
@@ -120,7 +96,7 @@ def scan(
 
 
 class _Consts:
-    """Tensors from outside, and leaves in their place: what the step does with them ends there."""
+    """Tensors from outside, and leaves that replace them: the graph of a step ends there."""
 
     def __init__(self, consts: Any) -> None:
         self._given = consts is not None
@@ -129,7 +105,7 @@ class _Consts:
         self.leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.tensors]
 
     def call(self, step: Step) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """The step with its consts, and a look at what it returns."""
+        """The step with its consts; checks what it returns."""
         more = (self._structure.unflatten(self.leaves),) if self._given else ()
 
         def call(carry: Any, x: Any) -> tuple[Any, Any]:
@@ -141,15 +117,15 @@ class _Consts:
         return call
 
 
-def _plain(call: Callable[[Any, Any], tuple[Any, Any]], structure: Structure, start: Any, source: Source) -> Any:
-    """The loop itself, where nobody wants a gradient."""
-    tree = structure.unflatten(start)
+def _plain(loop: Loop) -> tuple[Any, Any]:
+    """The loop itself, if no gradient is needed."""
+    tree = loop.carry.unflatten(loop.start)
     results: Results | None = None
     ys: Structure | None = None
-    length = source.length
-    for step, item in enumerate(source.items(0, length if length is not None else 1 << 62)):
-        tree, y = call(tree, item)
-        carried = structure.flatten(tree)
+    length = loop.source.length
+    for step, item in enumerate(loop.source.items(0, length if length is not None else 1 << 62)):
+        tree, y = loop.call(tree, item)
+        carried = loop.carry.flatten(tree)
         if results is None or ys is None:
             ys = Structure(y, "the step's y")
             results = Results(ys, ys.flatten(y), length)
@@ -159,54 +135,65 @@ def _plain(call: Callable[[Any, Any], tuple[Any, Any]], structure: Structure, st
                 f"step {step} uses a parameter, and the first step used none; pass it as part of consts=, and take "
                 "that as the step's third argument"
             )
-        if isinstance(source, Once):
-            source.forget(step, step + 1)
+        if isinstance(loop.source, Once):
+            loop.source.forget(step, step + 1)
     return tree, None if results is None or ys is None or not ys.count else ys.unflatten(results.all())
 
 
-def _choose(
-    name: str,
-    source: Source,
-    start: Sequence[Tensor],
+def _planned(
+    step: Step,
+    loop: Loop,
     facts: Facts,
-    tiers: Sequence[Tier],
-    budget: int | str | None,
-    slots: int | None,
-) -> tuple[Choice, MeasuredPace | None]:
+    room: RoomAsked,
+    tiers: str | Tier | Sequence[str | Tier],
+    show: ShowProgress,
+    report: ScanReport,
+) -> ScanRun:
+    """Open the tiers, choose a schedule, and return the run that will follow it."""
+    with contextlib.ExitStack() as stack:
+        opened = open_tiers(tiers, stack)
+        for tier in opened:
+            tier.forgive()  # the error of an earlier scan has been raised there
+        moved_before = transfers_of(opened)
+        choice, pace = _choose(loop, facts, room, opened)
+        report.begin(
+            schedule=choice.schedule.name, slots=choice.schedule.slots, block=choice.schedule.block,
+            interval=choice.interval, state_bytes=packed_bytes(loop.start), tape_bytes=facts.tape,
+            predicted_bytes=choice.bytes, predicted_forwards=choice.forwards,
+        )  # fmt: skip
+        return ScanRun(
+            loop, facts, choice.schedule, opened,
+            note_pace=None if pace is None else pace.note, show=show, report=report, resources=stack.pop_all(),
+            reached=None if choice.schedule.name == "keep" else ReachableTensors(step, facts.surroundings.storages),
+            moved_before=moved_before,
+        )  # fmt: skip
+
+
+def _choose(
+    loop: Loop, facts: Facts, asked: RoomAsked, tiers: Sequence[Tier]
+) -> tuple[TimeChoice, MeasuredPace | None]:
+    """The schedule, and the pace at which it stores states in a tier."""
     around = facts.surroundings.read()
     states = facts.surroundings.states
     drawn = (state for state, draws in zip(around.tensors[:states], facts.draws, strict=True) if draws)
-    moved = [*start, *drawn, *around.tensors[states:]]
-    state = packed_bytes(moved)
-    tier_memory = max((tier.memory(state) for tier in tiers), default=0)
-    room = Room(None, slots, state=state, tape=facts.tape, work=facts.work, tier=tier_memory)
-    if budget is not None:
-        asked = parse_budget(budget)
-        if asked.share is not None:
-            raise OptionError(f"budget={budget!r}: the unplanned peak of a scan is not known; give bytes, or 'min'")
-        room = Room(room.floor if asked.is_floor else asked.bytes, None, state, facts.tape, facts.work, tier_memory)
-    elif slots is None:
-        if tiers:
-            raise OptionError("tiers= needs to know how much stays in memory; give budget= or slots=")
-        name = "keep" if name == "auto" else name
-        if name != "keep":
-            raise OptionError(f"schedule={name!r} needs to know how much memory there is; give budget= or slots=")
-    pace = None
-    if tiers and name != "keep":
-        pace = _measured_pace(tiers, state, moved, facts)
-    choice = choose(name, source.length, room, pace)
-    if choice.interval is not None and source.length is not None and pace is not None:
-        count = source.length // choice.interval + 1
+    moved = [*loop.start, *drawn, *around.tensors[states:]]
+    state, length = packed_bytes(moved), loop.source.length
+    workspace = max((tier.memory(state) for tier in tiers), default=0)
+    name, room = asked.room(state, facts.tape, facts.work, workspace, staged=bool(tiers))
+    pace = _measured_pace(tiers, state, moved, facts) if tiers and name != "keep" else None
+    choice = choose(name, length, room, pace)
+    if choice.interval is not None and length is not None and pace is not None:
+        count = length // choice.interval + 1
         if len(tiers) == 1 and not tiers[0].has_room(state, count):
             raise TierError(
-                f"the states of {source.length} steps take about {bytes_text(count * state)}, and the "
+                f"the states of {length} steps take about {bytes_text(count * state)}, and the "
                 f"{tiers[0].name} tier has not so much room; give it more, add another tier, or leave it out"
             )
     return choice, pace if choice.schedule.name == "multistage" else None
 
 
 def _measured_pace(tiers: Sequence[Tier], state: int, moved: Sequence[Tensor], facts: Facts) -> MeasuredPace:
-    """From one state that is stored for the purpose, and one step."""
+    """The pace by one state that is stored for the purpose, and one step."""
     parcel = tiers[0].store([tensor.detach() for tensor in moved])
     try:
         tiers[0].wait_for(parcel)
@@ -217,8 +204,8 @@ def _measured_pace(tiers: Sequence[Tier], state: int, moved: Sequence[Tensor], f
         return next((tier for tier in tiers[:-1] if tier.has_room(state)), tiers[-1])
 
     def store_seconds() -> float:
-        """The fastest so far. Too short an interval only means that some states are stored later than they could be;
-        too long a one means steps that are run again for nothing."""
+        """The fastest so far. Too short an interval only means that some states are stored later than planned; too
+        long a one means steps that are recomputed for nothing."""
         fastest = in_use().transfers.fastest_store
         return 0.0 if math.isinf(fastest) else fastest
 
@@ -227,21 +214,11 @@ def _measured_pace(tiers: Sequence[Tier], state: int, moved: Sequence[Tensor], f
     return pace
 
 
-def _describe(report: ScanReport, choice: Choice, start: Sequence[Tensor], facts: Facts) -> None:
-    fresh = ScanReport(
-        schedule=choice.schedule.name, slots=choice.schedule.slots, block=choice.schedule.block,
-        interval=choice.interval, state_bytes=packed_bytes(start), tape_bytes=facts.tape, predicted_bytes=choice.bytes,
-        predicted_forwards=choice.forwards,
-    )  # fmt: skip
-    for name in ScanReport.__slots__:
-        setattr(report, name, getattr(fresh, name))
-
-
 def _autocast_contexts(
     tensors: Sequence[Tensor],
 ) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Autocast as it is now, to be entered again. Without its cache of weights: what is put there without gradients
-    would have none for whoever finds it later."""
+    """Autocast as it is now, to be entered again. Without its cache of weights: a weight cast without gradients would
+    be found there by steps that need them."""
     devices = sorted({"cpu", *(tensor.device.type for tensor in tensors)})
     states = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
 
@@ -262,9 +239,9 @@ def _silence(label: str, length: int | None) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def _teller(label: str, length: int | None) -> Iterator[Callable[[int], None]]:
-    """Tells after each twentieth of the way; of an unknown way, after every thousand steps, and later whenever it
-    has grown by an eighth."""
+def _show(label: str, length: int | None) -> Iterator[Callable[[int], None]]:
+    """Show progress after each twentieth of the steps; if their number is not known, after every thousand, and later
+    whenever it has grown by an eighth."""
     if length is None:
         with notes(label) as note:
             following = THOUSAND
@@ -277,13 +254,13 @@ def _teller(label: str, length: int | None) -> Iterator[Callable[[int], None]]:
 
             yield count
         return
-    with progress_bar(label, TOLD) as advance:
-        told = 0
+    with progress_bar(label, SHOWN) as advance:
+        shown = 0
 
         def tick(step: int) -> None:
-            nonlocal told
-            while (step + 1) * TOLD >= (told + 1) * length and told < TOLD:
-                told += 1
+            nonlocal shown
+            while (step + 1) * SHOWN >= (shown + 1) * length and shown < SHOWN:
+                shown += 1
                 advance(f"step {step + 1:,} of {length:,}")
 
         yield tick

@@ -1,8 +1,8 @@
-"""A state of the loop: the carry, what the step writes to besides, and the random state, all as they were at one time.
+"""A state of the loop at one time: the carry, the buffers that the step writes to, and the random state.
 
-The carry is held as it is, since steps make new tensors instead of writing to old ones; only a view of something much
-larger is copied, so as not to hold all of that. Buffers are written in place, so that they are always copied; those and
-random states that are as they were when the loop began are not held again.
+The carry is kept as it is, since steps make new tensors instead of writing to old ones; only a view of something much
+larger is copied, so that the rest can be freed. Buffers are written in place, so that they are always copied; those and
+random states that are as they were when the loop began are not kept again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from encore.errors import ReplayError
-from encore.tiers.layout import Layout, layout_of
+from encore.tiers.layout import BlockLayout, layout_of
 
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
@@ -35,7 +35,7 @@ class Held:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._block: Tensor | None = None
-        self._layout: Layout | None = None
+        self._layout: BlockLayout | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
         if held_bytes(tensors) > sum(tensor.nbytes for tensor in tensors):
@@ -59,12 +59,12 @@ class Held:
 
 @dataclass(slots=True)
 class Surroundings:
-    """What a step reads and changes beside its arguments."""
+    """What a step reads and changes besides its arguments."""
 
     buffers: list[Tensor]
     """As bytes, over the whole of each storage."""
     devices: list[torch.device]
-    """Whose random numbers may be drawn, the CPU aside."""
+    """Whose random numbers may be drawn, besides the CPU's."""
     generators: list[torch.Generator] = field(default_factory=list)
     """The step's own."""
 
@@ -91,7 +91,7 @@ class Surroundings:
             generator.set_state(next(rest))
 
     def read(self, base: Around | None = None) -> Around:
-        """As they are now; what is as it was in `base` is shared with it."""
+        """Surroundings as they are now; what is as it was in `base` is shared with it."""
         found = [*self.random_state(), *(buffer.clone() for buffer in self.buffers)]
         if base is None:
             return Around(tuple(found), (True,) * len(found))
@@ -124,7 +124,7 @@ class Around:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """What a tensor holds, as bytes in its order."""
+    """The bytes of a tensor, in its order."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 

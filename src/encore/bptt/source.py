@@ -1,7 +1,7 @@
-"""Where inputs come from: tensors, something that can be indexed, or an iterator that can be asked only once.
+"""Where inputs come from: tensors, something that can be indexed, or an iterator, which gives each input only once.
 
-Steps are run again, and their inputs are needed again. Tensors and indexed sources hand them out again. What an
-iterator gave is kept: in memory, or, interval by interval, in the tier beside the states.
+Steps are run again, and their inputs are needed again. Tensors and indexed sources return them again. What an iterator
+gave is kept: in memory or, interval by interval, in the tier next to the states.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from encore.errors import EncoreError, OptionError
 from encore.tiers import Parcel
 
 AT_ONCE = 256
-"""Inputs that are made ready together."""
+"""Inputs that are cut together."""
 
 
 class Source(abc.ABC):
@@ -27,14 +27,14 @@ class Source(abc.ABC):
 
     length: int | None
     tensors: tuple[Tensor, ...] = ()
-    """Those a gradient may be asked for."""
+    """Those that may require gradients."""
 
     @abc.abstractmethod
     def items(self, start: int, stop: int) -> Iterator[Any]:
-        """Inputs of steps `start` to `stop` - 1; fewer where they end before."""
+        """Inputs of steps `start` to `stop` - 1; fewer if they end before."""
 
     def with_leaves(self, start: int, stop: int) -> tuple[Iterator[Any], list[Tensor | None]]:
-        """The same, as parts of new leaves: one for each of `tensors`, `None` where no gradient is asked for."""
+        """The same, as parts of new leaves: one for each of `tensors`, `None` if it requires no gradient."""
         return self.items(start, stop), []
 
     def rows(self, start: int, stop: int) -> slice:
@@ -63,8 +63,8 @@ class Tensors(Source):
         lengths |= set() if length is None else {length}
         if len(lengths) != 1 or None in lengths:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.tensors)
-            told = "" if length is None else f", and length={length}"
-            raise OptionError(f"xs must agree in their first dimension, which is time; there are {shapes}{told}")
+            given = "" if length is None else f", and length={length}"
+            raise OptionError(f"xs must agree in their first dimension, which is time; there are {shapes}{given}")
         self.length = int(lengths.pop() or 0)
         self._values = [tensor.detach() for tensor in self.tensors]
 
@@ -84,7 +84,7 @@ class Tensors(Source):
 
 
 class Pieces(Source):
-    """A tensor with time first, so many steps of it at a time; what is left at the end is a shorter piece."""
+    """A tensor with time first, `chunk` steps of it at a time; the last piece may be shorter."""
 
     def __init__(self, x: Tensor, chunk: int) -> None:
         self.tensors = (x,)
@@ -106,7 +106,7 @@ class Pieces(Source):
 
 
 class Indexed(Source):
-    """Anything with `__len__` and `__getitem__`: read again where it is needed again, never kept."""
+    """Anything with `__len__` and `__getitem__`: read again when it is needed again, never kept."""
 
     def __init__(self, xs: Any, length: int | None) -> None:
         self._xs = xs
@@ -146,8 +146,8 @@ class Once(Source):
             else:
                 raise EncoreError(f"the input of step {step} is in the tier; this is a bug in Encore")
 
-    def put_aside(self, start: int, stop: int, store: Callable[[list[Tensor]], Parcel]) -> None:
-        """Move the inputs of an interval to the tier; they are asked for by its first step."""
+    def offload(self, start: int, stop: int, store: Callable[[list[Tensor]], Parcel]) -> None:
+        """Move the inputs of an interval to the tier, by its first step."""
         items = [self._items.pop(step) for step in range(start, stop)]
         ends, spec = pytree.tree_flatten(items)
         tensors = [end for end in ends if isinstance(end, Tensor)]
@@ -162,7 +162,7 @@ class Once(Source):
             parcel, _ = self._parcels[start]
             parcel.tier.prefetch(parcel)
 
-    def bring_back(self, start: int) -> None:
+    def reload(self, start: int) -> None:
         if start in self._parcels:
             parcel, (spec, others) = self._parcels.pop(start)
             try:
@@ -178,26 +178,28 @@ class Once(Source):
 
     @property
     def parcels(self) -> dict[int, tuple[Parcel, list[Any]]]:
-        """What is in a tier, by the first step of its interval."""
+        """Inputs in a tier, by the first step of their interval."""
         return self._parcels
 
 
 def _without_gradients(item: Any) -> Any:
     for end in pytree.tree_leaves(item):
         if isinstance(end, Tensor) and end.requires_grad and torch.is_grad_enabled():
-            raise OptionError("an input from an iterator wants a gradient, which has nowhere to go; give xs as tensors")
+            raise OptionError(
+                "an input from an iterator requires a gradient, which a scan cannot return; give xs as tensors"
+            )
     return item
 
 
 def source_of(xs: Any, length: int | None) -> Source:
-    """What the user gave, as a source: tensors (in tuples, lists, dicts), what can be indexed, or an iterator."""
+    """Return what the user gave as a source: tensors (in tuples, lists, dicts), what can be indexed, or an iterator."""
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
         raise OptionError(f"length={length!r} is not a number of steps")
     if isinstance(xs, Source):
         return xs
     if xs is None:
         if length is None:
-            raise OptionError("without xs nobody knows how many steps there are; give length=")
+            raise OptionError("without xs the number of steps is not known; give length=")
         return NoInputs(length)
     if isinstance(xs, Tensor | tuple | list | dict):
         if not pytree.tree_leaves(xs):

@@ -1,4 +1,4 @@
-"""Tuples, lists, dicts and what else PyTorch's pytrees know, with tensors at their ends; quickly where they are flat.
+"""Tuples, lists, dicts and what else PyTorch's pytrees know, with tensors at their ends; fast if they are flat.
 
 A loop of a hundred thousand steps takes its carry apart as often, so that one tensor and a flat tuple of tensors go by
 a short way.
@@ -24,7 +24,7 @@ class Structure:
         for end in ends:
             if end is not None and not isinstance(end, Tensor):
                 raise OptionError(
-                    f"{what} has a {type(end).__name__} in it, {end!r}; it can hold tensors and None: make it a tensor"
+                    f"{what} has a {type(end).__name__} in it, {end!r}; it can have tensors and None: make it a tensor"
                 )
         self._empty = tuple(end is None for end in ends)
         self.count = self._empty.count(False)
@@ -43,7 +43,7 @@ class Structure:
                 return list(tree)
         ends, spec = pytree.tree_flatten(tree)
         if spec != self._spec or tuple(end is None for end in ends) != self._empty:
-            raise OptionError(f"{self.what} changes its structure: {_told(tree)} where {self} was before")
+            raise OptionError(f"{self.what} changes its structure: {_drawn(tree)} where {self} was before")
         for end in ends:
             if end is not None and not isinstance(end, Tensor):
                 raise OptionError(f"{self.what} has a {type(end).__name__} in it where a tensor was before: {end!r}")
@@ -59,9 +59,9 @@ class Structure:
         return pytree.tree_unflatten([None if empty else next(rest) for empty in self._empty], self._spec)
 
     def __str__(self) -> str:
-        return _told(pytree.tree_unflatten([None if empty else "tensor" for empty in self._empty], self._spec))
+        return _drawn(pytree.tree_unflatten([None if empty else "tensor" for empty in self._empty], self._spec))
 
 
-def _told(tree: Any) -> str:
-    told = pytree.tree_map(lambda end: "tensor" if isinstance(end, Tensor) else end, tree)
-    return repr(told).replace("'tensor'", "tensor")
+def _drawn(tree: Any) -> str:
+    drawn = pytree.tree_map(lambda end: "tensor" if isinstance(end, Tensor) else end, tree)
+    return repr(drawn).replace("'tensor'", "tensor")

@@ -1,8 +1,8 @@
-"""What every step's y was, in a few bytes: enough to know when a step that is run again says something else.
+"""Checksums of every step's y, by which a step that gives another one when it is run again is detected.
 
 The carry is compared bit for bit where a block ends, but a step whose y alone depends on something that changes ends in
-the same states. So forward keeps a checksum of every y, and a step that runs again for its tape is held against it:
-four bytes a step and CRC-32 on a CPU; elsewhere eight, and a sum on the device, so that nobody waits for it.
+the same states. So forward keeps a checksum of every y, and a step that runs again for its tape is compared with it:
+four bytes a step and CRC-32 on a CPU; elsewhere eight, and a sum on the device, so that the CPU does not wait for it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Witness:
         self._count += 1
 
     def agrees(self, start: int, ys: Sequence[Sequence[Tensor]]) -> bool:
-        """Are these the ys of the steps from `start` on?"""
+        """Return whether these are the ys of the steps from `start` on."""
         if start + len(ys) > self._count:  # those of the last block, which was never run without its tape
             ys = ys[: max(0, self._count - start)]
         apart = [_apart(y) for y in ys]

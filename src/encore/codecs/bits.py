@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from encore.codecs.codec import Codec
-from encore.codecs.layout import Restored, elements_of, gathered_bytes, is_dense, layout_like, layout_of, same_walk
+from encore.codecs.codec import Codec, Coding
+from encore.codecs.layout import elements_of, is_dense, layout_of, same_walk
 from encore.codecs.native import SUFFIX, call, has_kernels, is_compiled
-from encore.codecs.operators import check_code, check_dtype, define, empty_code, fake_decoded
+from encore.codecs.operators import WORKSPACES, check_code, check_dtype, define, define_encoder, empty_code
 from encore.errors import OptionError
 
 aten = torch.ops.aten
@@ -35,48 +35,53 @@ ONE = {torch.float32: 0x3F800000, torch.float64: 0x3FF << 52, torch.bfloat16: 0x
 """The bits of 1."""
 INFINITY = {torch.float32: 0x7F800000, torch.float64: 0x7FF << 52, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 SLICE = 1 << 16
-"""Elements that are packed at a time where PyTorch's own operators do it."""
+"""Elements that are packed at a time by PyTorch's own operators."""
 PLAIN_BYTES = 16
-"""What they take aside for each, at most."""
+"""Their workspace for each element, at most."""
 
 
-def bit_bytes(size: Sequence[int], stride: Sequence[int]) -> int:
+def bit_bytes(count: int, dtype: torch.dtype, *_: object) -> int:
     """Bytes of a code."""
-    return -(-layout_of(size, stride).count // 8)
+    return -(-count // 8)
+
+
+def _workspace(count: int, dtype: torch.dtype, device: torch.device, *_: object) -> int:
+    return 0 if is_compiled(device.type) else PLAIN_BYTES * min(count, SLICE) + 8
 
 
 # ---- encoding ------------------------------------------------------------------------------------------------------
 
 
-def encode_bits(x: Tensor) -> Tensor:
-    check_dtype("encode_bits", x.dtype, (torch.bool,))
-    code, flat = _fresh(x), elements_of(x)
-    if has_kernels("bits", x.device):
+def encode_bits(flat: Tensor) -> Tensor:
+    check_dtype("encode_bits", flat.dtype, (torch.bool,))
+    code = _fresh(flat)
+    if has_kernels("bits", flat.device):
         call("bits", "pack_bools", flat, flat.numel(), code)
     else:
         _pack(flat, lambda part: part, code)
     return code
 
 
-def encode_sign(y: Tensor, nan_passes: bool = True) -> Tensor:
-    check_dtype("encode_sign", y.dtype, FLOATS)
-    code, flat = _fresh(y), elements_of(y)
-    if has_kernels("bits", y.device):
-        function = f"pack_signs_{8 * y.dtype.itemsize}"
-        call("bits", function, flat, flat.numel(), INFINITY[y.dtype], nan_passes, code)
+def encode_sign(flat: Tensor, nan_passes: bool = True) -> Tensor:
+    check_dtype("encode_sign", flat.dtype, FLOATS)
+    code = _fresh(flat)
+    if has_kernels("bits", flat.device):
+        function = f"pack_signs_{8 * flat.dtype.itemsize}"
+        call("bits", function, flat, flat.numel(), INFINITY[flat.dtype], nan_passes, code)
     else:
         _pack(flat, lambda part: ~(part <= 0) if nan_passes else part > 0, code)
     return code
 
 
-def encode_inside(x: Tensor, low: float, high: float, nan_passes: bool = False) -> Tensor:
-    check_dtype("encode_inside", x.dtype, FLOATS)
-    code, flat = _fresh(x), elements_of(x)
-    if has_kernels("bits", x.device):
-        call("bits", f"pack_inside_{SUFFIX[x.dtype]}", flat, flat.numel(), float(low), float(high), nan_passes, code)
+def encode_inside(flat: Tensor, low: float, high: float, nan_passes: bool = False) -> Tensor:
+    check_dtype("encode_inside", flat.dtype, FLOATS)
+    code = _fresh(flat)
+    if has_kernels("bits", flat.device):
+        function = f"pack_inside_{SUFFIX[flat.dtype]}"
+        call("bits", function, flat, flat.numel(), float(low), float(high), nan_passes, code)
     else:
-        wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-        ends = torch.tensor([low, high], dtype=wide, device=x.device)  # in the type that PyTorch compares in
+        wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
+        ends = torch.tensor([low, high], dtype=wide, device=flat.device)  # in the type that PyTorch compares in
         _pack(flat, lambda part: _inside(part.to(wide), ends, nan_passes), code)
     return code
 
@@ -86,12 +91,8 @@ def _inside(part: Tensor, ends: Tensor, nan_passes: bool) -> Tensor:
     return inside | part.isnan() if nan_passes else inside
 
 
-def _fresh(x: Tensor) -> Tensor:
-    return empty_code(x, bit_bytes(x.shape, x.stride()))
-
-
-def _fake_encoded(x: Tensor, *_: object) -> Tensor:
-    return _fresh(x)
+def _fresh(flat: Tensor) -> Tensor:
+    return empty_code(flat, bit_bytes(flat.numel(), flat.dtype))
 
 
 def _pack(flat: Tensor, flags_of: Callable[[Tensor], Tensor], code: Tensor) -> None:
@@ -102,23 +103,28 @@ def _pack(flat: Tensor, flags_of: Callable[[Tensor], Tensor], code: Tensor) -> N
         code[first // 8 : first // 8 + len(flags)] = (flags * weights).sum(1, dtype=torch.uint8)
 
 
-# ---- decoding ------------------------------------------------------------------------------------------------------
-
-
-def decode_bits(code: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    check_dtype("decode_bits", dtype, (torch.bool, *FLOATS))
-    check_code("decode_bits", code, bit_bytes(size, stride))
-    restored = Restored(size, stride, dtype, code.device)
-    count = restored.flat.numel()
+def decode_bits(code: Tensor, flat: Tensor) -> None:
+    check_dtype("decode_bits", flat.dtype, (torch.bool, *FLOATS))
+    check_code("decode_bits", code, bit_bytes(flat.numel(), flat.dtype))
     if has_kernels("bits", code.device):
-        call("bits", f"unpack_{8 * dtype.itemsize}", code, count, ONE.get(dtype, 1), restored.flat)
-    else:
-        places = torch.arange(8, dtype=torch.uint8, device=code.device)
-        for first in range(0, count, SLICE):
-            part = restored.flat[first : first + SLICE]
-            bytes_ = code[first // 8 : first // 8 + -(-part.numel() // 8), None]
-            part.copy_((bytes_ >> places & 1).view(-1)[: part.numel()])
-    return restored.finish()
+        call("bits", f"unpack_{8 * flat.dtype.itemsize}", code, flat.numel(), ONE.get(flat.dtype, 1), flat)
+        return
+    places = torch.arange(8, dtype=torch.uint8, device=code.device)
+    for first in range(0, flat.numel(), SLICE):
+        part = flat[first : first + SLICE]
+        bytes_ = code[first // 8 : first // 8 + -(-part.numel() // 8), None]
+        part.copy_((bytes_ >> places & 1).view(-1)[: part.numel()])
+
+
+ENCODE_SIGN = define_encoder(
+    "encode_sign(Tensor y, bool nan_passes=True) -> Tensor", encode_sign, bit_bytes, _workspace
+)
+ENCODE_INSIDE = define_encoder(
+    "encode_inside(Tensor x, float low, float high, bool nan_passes=False) -> Tensor",
+    encode_inside, bit_bytes, _workspace,
+)  # fmt: skip
+CODING = Coding("bits", encode_bits, decode_bits, bit_bytes, _workspace)
+BITS = Codec("bits", "one bit an element", CODING, (torch.bool,))
 
 
 # ---- readers -------------------------------------------------------------------------------------------------------
@@ -129,7 +135,7 @@ def masked_by_bits(
 ) -> Tensor:
     check_dtype("masked_by_bits", grad.dtype, FLOATS)
     if not _in_place(grad, stride) or not has_kernels("bits", grad.device):
-        mask = decode_bits(bits, grad.shape, grad.stride() if stride is None else stride, grad.dtype)
+        mask = CODING.decode(bits, grad.shape, grad.stride() if stride is None else stride, grad.dtype)
         if negative_slope == 0:
             return aten.threshold_backward(grad, mask, 0)
         return aten.leaky_relu_backward(grad, mask, negative_slope, False)
@@ -144,14 +150,14 @@ def masked_by_bits(
 
 
 def _in_place(x: Tensor, stride: Sequence[int] | None) -> bool:
-    """Can the bits be read beside the operand, element by element in the order of its memory?"""
+    """Return whether the bits can be read along with the operand, element by element in the order of its memory."""
     if stride is not None and len(stride) != x.dim():
         raise OptionError(f"the encoded tensor had {len(stride)} dimensions by its stride, the operand {x.dim()}")
     return is_dense(x.shape, x.stride()) and (stride is None or same_walk(x.shape, x.stride(), stride))
 
 
 def _like(x: Tensor) -> Tensor:
-    """As a pointwise operator on tensors laid out like this one allocates its result."""
+    """A tensor as a pointwise operator on operands laid out like this one allocates its result."""
     for memory_format in (torch.contiguous_format, torch.channels_last):
         if (memory_format is torch.contiguous_format or x.dim() == 4) and x.is_contiguous(memory_format=memory_format):
             return torch.empty_like(x, memory_format=memory_format)
@@ -163,72 +169,22 @@ def _fake_masked(
 ) -> Tensor:
     if _in_place(grad, stride):
         return _like(grad)
-    return aten.threshold_backward(grad, _fake_mask(grad, stride), 0)
-
-
-def _fake_mask(like: Tensor, stride: Sequence[int] | None) -> Tensor:
-    stride = like.stride() if stride is None else stride
-    return torch.empty_strided(like.shape, stride, dtype=like.dtype, device=like.device)
-
-
-# ---- what they take aside ------------------------------------------------------------------------------------------
-
-
-def _encode_workspace(x: Tensor, *_: object) -> int:
-    return gathered_bytes(x.shape, x.stride(), x.dtype) + _plain_bytes(layout_like(x).count, x.device)
-
-
-def _decode_workspace(code: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
-    return gathered_bytes(size, stride, dtype) + _plain_bytes(layout_of(size, stride).count, code.device)
+    stride = grad.stride() if stride is None else stride
+    mask = torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device)
+    return aten.threshold_backward(grad, mask, 0)
 
 
 def _masked_workspace(
-    grad: Tensor, bits: Tensor, slope_or_scale: float = 0.0, stride: Sequence[int] | None = None
+    grad: Tensor, bits: Tensor, negative_slope: float = 0.0, stride: Sequence[int] | None = None
 ) -> int:
     if _in_place(grad, stride) and is_compiled(grad.device.type):
         return 0
     stride = grad.stride() if stride is None else stride
-    mask = layout_of(grad.shape, stride)
-    return mask.count * grad.dtype.itemsize + _decode_workspace(bits, grad.shape, stride, grad.dtype)
+    mask = layout_of(grad.shape, stride).count * grad.dtype.itemsize
+    return mask + WORKSPACES[CODING.decode](bits, grad.shape, stride, grad.dtype)
 
 
-def _plain_bytes(count: int, device: torch.device) -> int:
-    return 0 if is_compiled(device.type) else PLAIN_BYTES * min(count, SLICE) + 8
-
-
-_STRIDE = "SymInt[]? stride=None"
-ENCODE = define("encode_bits(Tensor x) -> Tensor", encode_bits, _fake_encoded, _encode_workspace)
-ENCODE_SIGN = define(
-    "encode_sign(Tensor y, bool nan_passes=True) -> Tensor", encode_sign, _fake_encoded, _encode_workspace
-)
-ENCODE_INSIDE = define(
-    "encode_inside(Tensor x, float low, float high, bool nan_passes=False) -> Tensor",
-    encode_inside, _fake_encoded, _encode_workspace,
-)  # fmt: skip
-DECODE = define(
-    "decode_bits(Tensor code, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor",
-    decode_bits, fake_decoded, _decode_workspace,
-)  # fmt: skip
 MASKED = define(
-    f"masked_by_bits(Tensor grad, Tensor bits, float negative_slope=0.0, {_STRIDE}) -> Tensor",
+    "masked_by_bits(Tensor grad, Tensor bits, float negative_slope=0.0, SymInt[]? stride=None) -> Tensor",
     masked_by_bits, _fake_masked, _masked_workspace,
 )  # fmt: skip
-
-
-def _accepts(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    return dtype is torch.bool
-
-
-def _nbytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, density: float | None = None) -> int:
-    return bit_bytes(shape, stride)
-
-
-BITS = Codec(
-    name="bits",
-    what="one bit an element",
-    lossless=True,
-    encode=ENCODE,
-    decode=DECODE,
-    accepts=_accepts,
-    nbytes=_nbytes,
-)

@@ -16,36 +16,37 @@ infinite and NaN stays NaN (its sign stays, its payload does not).
 | `int8` | a float32 scale for each 64 elements, and integers | any | 4 ceil(n / 64) + n |
 | `int4` | the same; two to a byte, the lower half first | any | 4 ceil(n / 64) + ceil(n / 2) |
 
-`fp8_e4m3` is PyTorch's float8_e4m3fn except that 448 is given up for infinity.
+`fp8_e4m3` is PyTorch's float8_e4m3fn except that 448 makes room for infinity.
 
 Integers: the scales come first. A scale is the largest finite magnitude of its group divided by 127 (by 7), in float32,
 and 0 where that is less than 2^-126; an element is the scale times its integer. Where a group has numbers that are not
 finite, its scale is divided by 126 (by 6) instead and stored with a minus sign: 127 and -127 (7 and -7) are the
 infinities then, and -128 (-8) is NaN.
 
-`fp16` and `bf16` hold float32; the others also bfloat16 and float16, by way of float32.
+`fp16` and `bf16` encode float32; the others also bfloat16 and float16, by way of float32.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from encore.codecs.codec import Codec
-from encore.codecs.layout import Restored, elements_of, gathered_bytes, layout_like, layout_of
+from encore.codecs.codec import Codec, Coding
+from encore.codecs.layout import Restored, elements_of
 from encore.codecs.native import SUFFIX, call, has_kernels, is_compiled
-from encore.codecs.operators import check_code, check_dtype, define, empty_code, fake_decoded
+from encore.codecs.operators import check_code, check_dtype, empty_code
 from encore.errors import OptionError, listed
 
 GROUP = 64
 TINY = 2.0**-126
 SLICE = 3 << 14
-"""Elements that are converted at a time where PyTorch's own operators do it: a multiple of 3 and of `GROUP`."""
+"""Elements that are converted at a time by PyTorch's own operators: a multiple of 3 and of `GROUP`."""
 PLAIN_BYTES = 64
+"""Their workspace for each element, at most."""
 WIDE, NARROW = (torch.float32,), (torch.float32, torch.bfloat16, torch.float16)
 HALF_STEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Relative error of rounding to a type."""
@@ -110,7 +111,7 @@ FORMATS = {
 
 
 def format_of(name: str, dtype: torch.dtype | None = None) -> Small:
-    """The format by its name, for numbers of a type that it can hold."""
+    """The format by its name, for numbers of a type that it can encode."""
     if name not in FORMATS:
         raise OptionError(f"there is no format {name!r} of small floating-point numbers; there are {listed(FORMATS)}")
     if dtype is not None:
@@ -144,18 +145,15 @@ def bound_by_group(small: Small, flat: Tensor) -> Tensor:
 # ---- the operators -------------------------------------------------------------------------------------------------
 
 
-def encode_floats(x: Tensor, format: str) -> Tensor:
-    small = format_of(format, x.dtype)
-    flat = elements_of(x)
-    return write_floats(flat, small, empty_code(x, small.nbytes(flat.numel())))
+def encode_floats(flat: Tensor, format: str) -> Tensor:
+    small = format_of(format, flat.dtype)
+    return write_floats(flat, small, empty_code(flat, small.nbytes(flat.numel())))
 
 
-def decode_floats(code: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, format: str) -> Tensor:
-    small = format_of(format, dtype)
-    check_code("decode_floats", code, small.nbytes(layout_of(size, stride).count))
-    restored = Restored(size, stride, dtype, code.device)
-    read_floats(code, small, restored.flat)
-    return restored.finish()
+def decode_floats(code: Tensor, flat: Tensor, format: str) -> None:
+    small = format_of(format, flat.dtype)
+    check_code("decode_floats", code, small.nbytes(flat.numel()))
+    read_floats(code, small, flat)
 
 
 def write_floats(flat: Tensor, small: Small, code: Tensor, first: int = 0, count: int | None = None) -> Tensor:
@@ -167,18 +165,18 @@ def write_floats(flat: Tensor, small: Small, code: Tensor, first: int = 0, count
         return code
     for begin in range(0, flat.numel(), SLICE):
         numbers = flat[begin : begin + SLICE].to(torch.float32)
-        held, *integers_held = small.places(code, first + begin, count)
+        run, *rest = small.places(code, first + begin, count)
         if small.most:
             scale, integers = _quantised(numbers, small.most)
-            held[: 4 * len(scale)].view(torch.float32).copy_(scale)
-            integers_held[0][: len(integers)] = integers
+            run[: 4 * len(scale)].view(torch.float32).copy_(scale)
+            rest[0][: len(integers)] = integers
         else:
             bits = _narrowed(numbers, small)
             if small.name == "fp10":
                 bits = torch.nn.functional.pad(bits, (0, -len(bits) % 3)).view(-1, 3)
                 bits = bits[:, 0] | bits[:, 1] << 10 | bits[:, 2] << 20
             lane = _lane(small)
-            held[: len(bits) * lane.itemsize].view(lane).copy_(bits)
+            run[: len(bits) * lane.itemsize].view(lane).copy_(bits)
     return code
 
 
@@ -191,14 +189,14 @@ def read_floats(code: Tensor, small: Small, flat: Tensor, first: int = 0, count:
         return
     for begin in range(0, flat.numel(), SLICE):
         part = flat[begin : begin + SLICE]
-        held, *integers_held = small.places(code, first + begin, count)
+        run, *rest = small.places(code, first + begin, count)
         if small.most:
-            scale = held[: 4 * -(-len(part) // GROUP)].view(torch.float32)
-            integers = integers_held[0][: len(part) if small.most > 7 else -(-len(part) // 2)]
+            scale = run[: 4 * -(-len(part) // GROUP)].view(torch.float32)
+            integers = rest[0][: len(part) if small.most > 7 else -(-len(part) // 2)]
             part.copy_(_restored(scale, integers, small.most, len(part)))
         else:
             lane = _lane(small)
-            bits = held[: small.nbytes(len(part))].view(lane).to(torch.int64)
+            bits = run[: small.nbytes(len(part))].view(lane).to(torch.int64)
             if small.name == "fp10":
                 bits = torch.stack([bits, bits >> 10, bits >> 20], 1).view(-1)[: len(part)] & 1023
             part.copy_(_widened(bits, small))
@@ -273,53 +271,27 @@ def _restored(scale: Tensor, integers: Tensor, most: int, count: int) -> Tensor:
     return torch.where(special & (small == -most - 1), math.nan, numbers)
 
 
-# ---- what they take aside ------------------------------------------------------------------------------------------
+# ---- the codecs ----------------------------------------------------------------------------------------------------
 
 
-def _fake_encoded(x: Tensor, format: str) -> Tensor:
-    return empty_code(x, format_of(format).nbytes(layout_like(x).count))
-
-
-def _encode_workspace(x: Tensor, format: str) -> int:
-    return gathered_bytes(x.shape, x.stride(), x.dtype) + plain_bytes(layout_like(x).count, x.device)
-
-
-def _decode_workspace(code: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, format: str) -> int:
-    return gathered_bytes(size, stride, dtype) + plain_bytes(layout_of(size, stride).count, code.device)
-
-
-def plain_bytes(count: int, device: torch.device) -> int:
-    """What PyTorch's own operators take aside for so many numbers, at most."""
+def plain_bytes(count: int, dtype: torch.dtype, device: torch.device, *_: object) -> int:
+    """The workspace of PyTorch's own operators for so many numbers, at most."""
     return 0 if is_compiled(device.type) else PLAIN_BYTES * min(count, SLICE)
 
 
-ENCODE = define("encode_floats(Tensor x, str format) -> Tensor", encode_floats, _fake_encoded, _encode_workspace)
-DECODE = define(
-    "decode_floats(Tensor code, SymInt[] size, SymInt[] stride, ScalarType dtype, str format) -> Tensor",
-    decode_floats, fake_decoded, _decode_workspace,
-)  # fmt: skip
+def _nbytes(count: int, dtype: torch.dtype, format: str) -> int:
+    return format_of(format).nbytes(count)
 
 
-def accepts_dtype(small: Small) -> Callable[[Sequence[int], torch.dtype], bool]:
-    return lambda shape, dtype: dtype in small.dtypes
+CODING = Coding("floats", encode_floats, decode_floats, _nbytes, plain_bytes, options="str format")
 
 
 def _codec(small: Small) -> Codec:
-    def nbytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, density: float | None = None) -> int:
-        return small.nbytes(layout_of(shape, stride).count)
-
-    bits = {"fp10": "10 bits, three to a word"}.get(small.name, f"{small.name} numbers")
-    return Codec(
-        name=small.name,
-        what=f"integers of {4 if small.most == 7 else 8} bits, a scale for every {GROUP}" if small.most else bits,
-        lossless=False,
-        encode=ENCODE,
-        decode=DECODE,
-        accepts=accepts_dtype(small),
-        nbytes=nbytes,
-        error=lambda x: error_bound(small, x),
-        options=(small.name,),
-    )
+    what = {"fp10": "10 bits, three to a word"}.get(small.name, f"{small.name} numbers")
+    if small.most:
+        what = f"integers of {4 if small.most == 7 else 8} bits, a scale for every {GROUP}"
+    error = functools.partial(error_bound, small)
+    return Codec(small.name, what, CODING, small.dtypes, options=(small.name,), error=error)
 
 
 FLOAT_CODECS = tuple(_codec(small) for small in FORMATS.values())

@@ -25,7 +25,7 @@ KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 GROUPED = tuple(name for name, small in FORMATS.items() if small.most)
 SMALL = tuple(name for name in FORMATS if name not in GROUPED)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes -> the type that holds a number's bits."""
+"""Bytes -> the type of a number's bits."""
 
 
 def call(name: str, function: str, *arguments: Any) -> int:
@@ -70,7 +70,7 @@ def _count(source: Tensor, count: int, _: Any) -> int:
 
 
 def _pack(source: Tensor, count: int, _: Any, bitmap: Tensor, values: Tensor) -> None:
-    """Counts once more: between the two calls there is nothing to hold as many counts as there are tiles."""
+    """Counts once more: the counts of all tiles have no room between the two calls."""
     if count:
         starts = _starts(sparse.count_elements, source, count)
         _by_bytes(sparse.pack, count, _bits(source), starts, bitmap, _bits(values, source.element_size()))
@@ -82,8 +82,8 @@ def _unpack_sparse(bitmap: Tensor, values: Tensor, count: int, non_zero: int, ou
         if int(starts[-1]) != non_zero:
             return -1
         size = out.element_size()
-        held = values.as_strided((non_zero * size // values.element_size(),), (1,))
-        _by_bytes(sparse.unpack, count, bitmap, starts, _bits(held, size), _bits(out))
+        stored = values.as_strided((non_zero * size // values.element_size(),), (1,))
+        _by_bytes(sparse.unpack, count, bitmap, starts, _bits(stored, size), _bits(out))
     return 0
 
 

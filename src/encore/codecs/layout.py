@@ -1,6 +1,6 @@
-"""In which order a code holds the elements of a tensor: that of its memory, so that encoding is one straight pass.
+"""The order in which a code has the elements of a tensor: that of its memory, so that encoding is one straight pass.
 
-The order follows from size and stride alone, so a code holds no shape, and decoding into the size and stride that were
+The order follows from size and stride alone, so a code has no shape, and decoding into the size and stride that were
 encoded finds every element again. Three kinds of layout:
 
 - **dense** (contiguous, channels last, any permutation of those): the memory from the first element to the last;
@@ -23,11 +23,11 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CodeLayout:
     """How the elements of a tensor are walked."""
 
     count: int
-    """Elements that a code holds."""
+    """Elements of a code."""
     size: tuple[int, ...]
     """Of the tensor, 1 where it is expanded."""
     stride: tuple[int, ...]
@@ -39,33 +39,33 @@ class Layout:
         return self.order is not None
 
 
-def layout_of(size: Sequence[int], stride: Sequence[int]) -> Layout:
+def layout_of(size: Sequence[int], stride: Sequence[int]) -> CodeLayout:
     """The walk through a tensor of this size and stride."""
     return _layout(tuple(map(int, size)), tuple(map(int, stride)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout(size: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
+def _layout(size: tuple[int, ...], stride: tuple[int, ...]) -> CodeLayout:
     kept = tuple(1 if step == 0 and length > 0 else length for length, step in zip(size, stride, strict=True))
     elements = math.prod(kept)
     if elements == 0:
-        return Layout(0, kept, stride, None)
+        return CodeLayout(0, kept, stride, None)
     long = sorted((step, length) for length, step in zip(kept, stride, strict=True) if length > 1)
     reach, apart = 0, True  # offset of the last element so far; no two elements share memory
     for step, length in long:
         apart = apart and step > reach
         reach += (length - 1) * step
     if not apart or reach + 1 == elements:
-        return Layout(reach + 1, kept, stride, None)
-    return Layout(elements, kept, stride, tuple(sorted(range(len(size)), key=lambda dim: -stride[dim])))
+        return CodeLayout(reach + 1, kept, stride, None)
+    return CodeLayout(elements, kept, stride, tuple(sorted(range(len(size)), key=lambda dim: -stride[dim])))
 
 
-def layout_like(x: Tensor) -> Layout:
+def layout_like(x: Tensor) -> CodeLayout:
     return layout_of(x.shape, x.stride())
 
 
 def same_walk(size: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
-    """Do two strides mean the same memory? They may differ where there is only one step to take."""
+    """Return whether two strides mean the same memory. They may differ in dimensions of size 1."""
     return all(one == two or length <= 1 for length, one, two in zip(size, stride, other, strict=True))
 
 
@@ -76,7 +76,7 @@ def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def elements_of(x: Tensor) -> Tensor:
-    """The elements that a code holds, as one contiguous run: the tensor's own memory, or a copy where it has gaps."""
+    """The elements of a code, as one contiguous run: the tensor's own memory, or a copy if that has gaps."""
     layout = layout_like(x)
     if layout.order is None:
         return x.as_strided((layout.count,), (1,))
@@ -84,13 +84,13 @@ def elements_of(x: Tensor) -> Tensor:
 
 
 def gathered_bytes(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
-    """What `elements_of` and `Restored` allocate aside."""
+    """The workspace of `elements_of` and of `Restored`."""
     layout = layout_of(size, stride)
     return layout.count * dtype.itemsize if layout.gathered else 0
 
 
 class Restored:
-    """A fresh tensor of a size and stride, filled through `flat`, the run of elements that a code holds."""
+    """A fresh tensor of a size and stride, filled through `flat`, the run of elements of a code."""
 
     def __init__(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self._layout = layout_of(size, stride)

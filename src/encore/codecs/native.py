@@ -1,4 +1,4 @@
-"""Codecs in C++: `kernels/*.cpp`, called through ctypes on tensors' addresses; on GPUs, `gpu.py`'s twins."""
+"""Codecs in C++: `kernels/*.cpp`, called through ctypes on tensors' addresses; on GPUs, the functions of `gpu.py`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ SUFFIX = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", to
 """How functions for a type of numbers end."""
 
 ON_GPUS = ("bits", "floats", "integers", "pool_map", "sparse")
-"""Files whose functions have twins in `gpu.py`."""
+"""Files whose functions have counterparts in `gpu.py`."""
 
-INSTEAD = "feature maps are encoded by PyTorch's own operators"
+INSTEAD = "activations are encoded by PyTorch's own operators"
 
 CODED = {bool: ctypes.c_bool, int: ctypes.c_int64, float: ctypes.c_double}
 
 
 def has_kernels(name: str, device: torch.device) -> bool:
-    """Does compiled code run there? Where it should and cannot be had, one warning says why."""
+    """Return whether compiled code runs on a device. If it should and cannot be built, one warning says why."""
     if device.type == "cuda":
         return name in ON_GPUS and has_gpu_kernels(device, INSTEAD)
     return device.type == "cpu" and _compiled(name) is not None
@@ -34,7 +34,7 @@ def has_kernels(name: str, device: torch.device) -> bool:
 
 @functools.cache
 def is_compiled(device: str) -> bool:
-    """Will compiled code run there (`cuda:0`, or a kind of device)? Compiles nothing: a prediction asks."""
+    """Return whether compiled code will run on a device (`cuda:0`, or a kind of device). Compiles nothing."""
     kind = torch.device(device).type
     if kind == "cuda":
         return has_gpu_kernels(torch.device(device), INSTEAD)
@@ -46,7 +46,7 @@ def is_compiled(device: str) -> bool:
 
 
 def call(name: str, function: str, *arguments: Any) -> int:
-    """Call a function of `kernels/<name>.cpp`; how many threads it may use is its last argument."""
+    """Call a function of `kernels/<name>.cpp`; its last argument is the number of threads."""
     if on_gpu(*arguments):
         from encore.codecs import gpu  # imports Triton
 
@@ -56,7 +56,7 @@ def call(name: str, function: str, *arguments: Any) -> int:
 
 
 def on_gpu(*arguments: Any) -> bool:
-    """Do kernels for GPUs run a call with these?"""
+    """Return whether kernels for GPUs run a call with these arguments."""
     return any(isinstance(argument, Tensor) and argument.is_cuda for argument in arguments)
 
 
@@ -88,7 +88,7 @@ def _compiled(name: str) -> ctypes.CDLL | None:
 @functools.cache
 def _warn_once(_error: str) -> None:
     warnings.warn(
-        f"encore: feature maps are encoded by PyTorch's own operators, several times slower: {_error}. "
+        f"encore: activations are encoded by PyTorch's own operators, several times slower: {_error}. "
         "Install a C++ compiler, or set CXX to one",
         stacklevel=2,
     )

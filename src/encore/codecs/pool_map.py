@@ -1,7 +1,7 @@
 """Max pooling that keeps where in each window the maximum stood: Gist's map (Jain et al., ISCA 2018), exact.
 
 PyTorch keeps eight bytes a result: the maximum's place in its plane. The place in the window is all that backward
-needs, and four bits hold it for windows of up to 16 positions, eight for up to 256. Larger windows are refused.
+needs, and four bits hold it for windows of up to 16 positions, eight for up to 256. Larger windows are an error.
 
 - `max_pool_map(x, kernel, stride, padding, dilation, ceil_mode) -> (y, map)`: y as `max_pool2d_with_indices` makes it
   (`max_pool3d_with_indices` for a kernel of three dimensions), ties, NaN, -inf and memory format included.
@@ -12,7 +12,7 @@ needs, and four bits hold it for windows of up to 16 positions, eight for up to 
 of y's memory: contiguous, or with channels last where x is. Eight bits: byte i. Four bits: byte i // 2, the lower half
 first.
 
-A window that dilation lets step over all of the input has the result -inf, and its gradient goes nowhere. PyTorch's own
+A window that dilation moves past all of the input has the result -inf, and its gradient goes nowhere. PyTorch's own
 backward writes out of bounds there, and also, in three dimensions with channels last, for a window of nothing but -inf.
 """
 
@@ -27,22 +27,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
 from encore.codecs.layout import elements_of
 from encore.codecs.native import SUFFIX, call, has_kernels, is_compiled
 from encore.codecs.operators import check_code, check_dtype, define, empty_code
+from encore.codecs.torch_private import suggest_memory_format
 from encore.errors import OptionError
 
 aten = torch.ops.aten
 
 NARROW, MOST = 16, 256
-"""Positions in a window that four and eight bits can tell apart."""
+"""Positions in a window that four and eight bits can distinguish."""
 FORWARD = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}
 BACKWARD = {2: aten.max_pool2d_with_indices_backward.default, 3: aten.max_pool3d_with_indices_backward.default}
 LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 PLAIN_BYTES = 64
-"""What PyTorch's own operators take aside for each result, at most."""
+"""The workspace of PyTorch's own operators for each result, at most."""
 
 Ints = Sequence[int]
 
@@ -59,7 +59,7 @@ class Pool(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class PoolWindow:
     """The arguments of a pooling layer, one number a dimension."""
 
     kernel: tuple[int, ...]
@@ -84,31 +84,31 @@ class Window:
         return -(-results // 2) if self.is_narrow else results
 
 
-def window_of(kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, ceil_mode: bool) -> Window:
+def window_of(kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, ceil_mode: bool) -> PoolWindow:
     """Arguments as PyTorch takes them: one number may stand for all dimensions, and no stride means the kernel's."""
     dims = len(kernel)
     if dims not in FORWARD:
         raise OptionError(f"encore::max_pool_map takes a kernel of 2 or 3 dimensions; got {list(kernel)}")
     if math.prod(kernel) > MOST:
         raise OptionError(
-            f"encore::max_pool_map tells {MOST} positions of a window apart; a kernel of {list(kernel)} has "
+            f"encore::max_pool_map distinguishes {MOST} positions of a window; a kernel of {list(kernel)} has "
             f"{math.prod(kernel)}: use aten::max_pool{dims}d_with_indices"
         )
 
     def each(numbers: Ints) -> tuple[int, ...]:
         return tuple(map(int, numbers)) * (dims if len(numbers) == 1 else 1)
 
-    return Window(each(kernel), each(stride or kernel), each(padding), each(dilation), ceil_mode)
+    return PoolWindow(each(kernel), each(stride or kernel), each(padding), each(dilation), ceil_mode)
 
 
 def channels_last_of(x: Tensor, dims: int) -> bool:
-    """Does pooling over so many dimensions treat x as lying with channels last?"""
+    """Return whether pooling over so many dimensions treats x as channels last."""
     return x.dim() == dims + 2 and suggest_memory_format(x) is LAST[dims]
 
 
 @functools.lru_cache(maxsize=1024)
-def _result_size(size: tuple[int, ...], dtype: torch.dtype, window: Window) -> tuple[int, ...]:
-    """PyTorch's word on the size of the result, and on arguments that make no sense."""
+def _result_size(size: tuple[int, ...], dtype: torch.dtype, window: PoolWindow) -> tuple[int, ...]:
+    """The size of PyTorch's result; raises its errors for arguments that make no sense."""
     results, _ = FORWARD[window.dims](torch.empty(size, dtype=dtype, device="meta"), *window.arguments)
     return tuple(results.shape)
 
@@ -117,7 +117,7 @@ def _format(dims: int, channels_last: bool) -> torch.memory_format:
     return LAST[dims] if channels_last else torch.contiguous_format
 
 
-def _pool(window: Window, size: Ints, result: Ints, channels_last: bool) -> Pool:
+def _pool(window: PoolWindow, size: Ints, result: Ints, channels_last: bool) -> Pool:
     """Two dimensions are three, the first of which is 1."""
     dims = window.dims
     outer = math.prod(size[:-dims])
@@ -151,7 +151,7 @@ def max_pool_map(
     return results, map_
 
 
-def _fresh(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+def _fresh(x: Tensor, window: PoolWindow) -> tuple[Tensor, Tensor]:
     size = _result_size(tuple(map(int, x.shape)), x.dtype, window)
     memory_format = _format(window.dims, channels_last_of(x, window.dims))
     results = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format)
@@ -185,7 +185,7 @@ def max_pool_map_backward(
 ) -> Tensor:  # fmt: skip
     check_dtype("max_pool_map_backward", grad.dtype, tuple(SUFFIX))
     window = window_of(kernel, stride, padding, dilation, ceil_mode)
-    size = _result_size(map_ints(input_size), grad.dtype, window)
+    size = _result_size(tuple(int(length) for length in input_size), grad.dtype, window)
     if tuple(grad.shape) != size:
         raise OptionError(
             f"max pooling of {list(input_size)} has results {list(size)}, the gradient {list(grad.shape)}"
@@ -203,20 +203,12 @@ def max_pool_map_backward(
     return out
 
 
-def map_ints(numbers: Ints) -> tuple[int, ...]:
-    return tuple(int(number) for number in numbers)
-
-
-def _fake_backward(
-    grad: Tensor, map: Tensor, input_size: Ints, channels_last: bool, kernel: Ints, *_: Any
-) -> Tensor:  # fmt: skip
+def _fake_backward(grad: Tensor, map: Tensor, input_size: Ints, channels_last: bool, kernel: Ints, *_: Any) -> Tensor:
     memory_format = _format(len(kernel), channels_last)
     return torch.empty(input_size, dtype=grad.dtype, device=grad.device, memory_format=memory_format)
 
 
-def _backward_workspace(
-    grad: Tensor, map: Tensor, input_size: Ints, channels_last: bool, kernel: Ints, *_: Any
-) -> int:  # fmt: skip
+def _backward_workspace(grad: Tensor, map: Tensor, input_size: Ints, channels_last: bool, kernel: Ints, *_: Any) -> int:
     copied = _copied(grad, _format(len(kernel), channels_last))
     if is_compiled(grad.device.type):
         return copied
@@ -226,7 +218,7 @@ def _backward_workspace(
 # ---- without a compiler --------------------------------------------------------------------------------------------
 
 
-def _starts(window: Window, results: Ints, device: torch.device) -> list[Tensor]:
+def _starts(window: PoolWindow, results: Ints, device: torch.device) -> list[Tensor]:
     """For each dimension, where the windows begin, shaped to broadcast over the results."""
     starts = []
     for dim in range(window.dims):
@@ -242,7 +234,7 @@ def _laid_out(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
     return tensor.contiguous(memory_format=memory_format).as_strided(new.shape, new.stride())
 
 
-def _plain_forward(x: Tensor, window: Window, map_: Tensor) -> tuple[Tensor, Tensor]:
+def _plain_forward(x: Tensor, window: PoolWindow, map_: Tensor) -> tuple[Tensor, Tensor]:
     memory_format = _format(window.dims, channels_last_of(x, window.dims))
     if window.dims == 3:
         x = x.contiguous()
@@ -264,7 +256,7 @@ def _plain_forward(x: Tensor, window: Window, map_: Tensor) -> tuple[Tensor, Ten
 
 
 def _plain_backward(
-    grad: Tensor, map_: Tensor, out: Tensor, window: Window, memory_format: torch.memory_format
+    grad: Tensor, map_: Tensor, out: Tensor, window: PoolWindow, memory_format: torch.memory_format
 ) -> Tensor:
     flat = torch.stack([map_ & 15, map_ >> 4], 1).view(-1)[: grad.numel()] if window.is_narrow else map_
     position = torch.empty(grad.shape, dtype=torch.int64, device=grad.device, memory_format=memory_format)

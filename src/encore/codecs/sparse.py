@@ -1,8 +1,8 @@
 """Non-zeros and a bitmap of where they stood: Gist's sparse storage, dense compute (Jain et al., ISCA 2018).
 
-For what a ReLU leaves behind. A bit an element beats column indices of 8 bits at densities above 1/8. Only elements
+For outputs of ReLU. A bit an element beats column indices of 8 bits at densities above 1/8. Only elements
 whose bits are all zero are left out, so that -0.0 and NaN come back: lossless. `values` may name a format of
-`floats.py`, in which the non-zeros are held: lossy then, by that format's error; zeros stay exact. Of integers, 64
+`floats.py`, in which the non-zeros are kept: lossy then, by that format's error; zeros stay exact. Of integers, 64
 non-zeros share a scale, however far apart they stood.
 
 **Format.** Everything is little-endian. A header of 8 bytes, int64: how many elements are not zero, or -1. Then, unless
@@ -14,13 +14,13 @@ follow, zeros too. So a code never takes more than 8 bytes beyond the elements t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import functools
 
 import torch
 from torch import Tensor
 
 from encore.codecs import native
-from encore.codecs.codec import Codec
+from encore.codecs.codec import Codec, Coding
 from encore.codecs.floats import (
     FORMATS,
     GROUP,
@@ -32,9 +32,9 @@ from encore.codecs.floats import (
     read_floats,
     write_floats,
 )
-from encore.codecs.layout import Restored, elements_of, gathered_bytes, layout_like, layout_of
+from encore.codecs.layout import Restored, elements_of
 from encore.codecs.native import call, has_kernels, is_compiled
-from encore.codecs.operators import check_code, check_dtype, define, empty_code, fake_code, fake_decoded
+from encore.codecs.operators import check_code, check_dtype, empty_code
 from encore.errors import OptionError
 from encore.kernels.gpu.tiles import TILE
 
@@ -49,7 +49,7 @@ PART = 1 << 20
 TOGETHER = 3 * GROUP
 """Numbers of which nothing is shared with others in any format: neither a word nor a scale."""
 PLAIN_BYTES = 32
-"""What PyTorch's own operators take aside for each element, at most."""
+"""The workspace of PyTorch's own operators for each element, at most."""
 
 
 def bitmap_bytes(count: int) -> int:
@@ -72,40 +72,39 @@ def _check(name: str, dtype: torch.dtype, values: str) -> None:
         format_of(values, dtype)
 
 
-def encode_sparse(x: Tensor, values: str = "") -> Tensor:
-    _check("encode_sparse", x.dtype, values)
-    flat = elements_of(x)
-    count, dtype, compiled = flat.numel(), x.dtype, has_kernels("sparse", x.device)
+def encode_sparse(flat: Tensor, values: str = "") -> Tensor:
+    _check("encode_sparse", flat.dtype, values)
+    count, dtype, compiled = flat.numel(), flat.dtype, has_kernels("sparse", flat.device)
     bits, counts = 8 * dtype.itemsize, (ctypes.c_int64 * THREADS)()
     if compiled:
         non_zero = call("sparse", f"count_{bits}", flat, count, counts)
     else:
         present = flat.view(PATTERN[dtype.itemsize]) != 0
         non_zero = int(present.sum())
-    code = empty_code(x, sparse_bytes(count, non_zero, dtype, values))
+    code = empty_code(flat, sparse_bytes(count, non_zero, dtype, values))
     body = HEADER + bitmap_bytes(count)
     if body + value_bytes(non_zero, dtype, values) > code.numel():
         code[:HEADER].view(torch.int64).fill_(DENSE)
-        _hold(flat, values, code[HEADER:])
+        _write_values(flat, values, code[HEADER:])
         return code
     code[:HEADER].view(torch.int64).fill_(non_zero)
-    bitmap, held = code[HEADER:body], code[body:]
-    if compiled and values and not native.on_gpu(x):
-        _pack_in_parts(flat, bitmap, values, non_zero, held)
+    bitmap, stored = code[HEADER:body], code[body:]
+    if compiled and values and not native.on_gpu(flat):
+        _pack_in_parts(flat, bitmap, values, non_zero, stored)
     elif compiled:
-        packed = x.new_empty(non_zero) if values else held
+        packed = flat.new_empty(non_zero) if values else stored
         call("sparse", f"pack_{bits}", flat, count, counts, bitmap, packed)
         if values:
-            _hold(packed, values, held)
+            _write_values(packed, values, stored)
     else:
         bitmap.fill_(0)
         bitmap[: -(-count // 8)] = torch.ops.encore.encode_bits(present)
-        _hold(flat[present], values, held)
+        _write_values(flat[present], values, stored)
     return code
 
 
-def _pack_in_parts(flat: Tensor, bitmap: Tensor, values: str, non_zero: int, held: Tensor) -> None:
-    """Non-zeros into their format, a part of the elements at a time; those that share something with the next wait."""
+def _pack_in_parts(flat: Tensor, bitmap: Tensor, values: str, non_zero: int, stored: Tensor) -> None:
+    """Non-zeros into their format, a part of the elements at a time; what the next part shares waits."""
     small, bits, counts = format_of(values), 8 * flat.element_size(), (ctypes.c_int64 * THREADS)()
     count, done, left = flat.numel(), 0, 0
     waiting = flat.new_empty(min(count, PART) + TOGETHER)
@@ -115,13 +114,13 @@ def _pack_in_parts(flat: Tensor, bitmap: Tensor, values: str, non_zero: int, hel
         call("sparse", f"pack_{bits}", part, part.numel(), counts, bitmap[first // 8 :], waiting[left:])
         left += found
         whole = left if first + PART >= count else left - left % TOGETHER
-        write_floats(waiting[:whole], small, held, done, non_zero)
+        write_floats(waiting[:whole], small, stored, done, non_zero)
         done, left = done + whole, left - whole
         waiting[:left].copy_(waiting[whole : whole + left])  # these never overlap: either none has gone, or enough
 
 
-def _unpack_in_parts(bitmap: Tensor, held: Tensor, values: str, non_zero: int, flat: Tensor) -> bool:
-    """The other way round. False where the bitmap has not that many bits."""
+def _unpack_in_parts(bitmap: Tensor, stored: Tensor, values: str, non_zero: int, flat: Tensor) -> bool:
+    """The reverse. Returns `False` if the bitmap does not have that many bits."""
     small, count, taken = format_of(values), flat.numel(), 0
     ready = flat.new_empty(min(count, PART) + TOGETHER)
     for first in range(0, count, PART):
@@ -130,45 +129,42 @@ def _unpack_in_parts(bitmap: Tensor, held: Tensor, values: str, non_zero: int, f
         before = taken % TOGETHER
         if taken + found > non_zero or before + found > ready.numel():
             return False
-        read_floats(held, small, ready[: before + found], taken - before, non_zero)
+        read_floats(stored, small, ready[: before + found], taken - before, non_zero)
         call("sparse", f"unpack_{8 * flat.element_size()}", words, ready[before:], part.numel(), found, part)
         taken += found
     return taken == non_zero
 
 
-def _hold(flat: Tensor, values: str, into: Tensor) -> None:
+def _write_values(flat: Tensor, values: str, into: Tensor) -> None:
     if values:
         write_floats(flat, format_of(values), into)
     else:
         into.copy_(flat.view(torch.uint8))
 
 
-def decode_sparse(
-    code: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, values: str = ""
-) -> Tensor:
+def decode_sparse(code: Tensor, flat: Tensor, values: str = "") -> None:
+    count, dtype = flat.numel(), flat.dtype
     _check("decode_sparse", dtype, values)
     check_code("decode_sparse", code, HEADER)
-    restored = Restored(size, stride, dtype, code.device)
-    flat, count = restored.flat, layout_of(size, stride).count
     non_zero = int(code[:HEADER].view(torch.int64))
     if not DENSE <= non_zero <= count:
         raise _not_a_code(non_zero, count)
     if non_zero == DENSE:
         check_code("decode_sparse", code, HEADER + value_bytes(count, dtype, values))
-        _release(code[HEADER:], values, flat)
-        return restored.finish()
+        _read_values(code[HEADER:], values, flat)
+        return
     body = HEADER + bitmap_bytes(count)
     check_code("decode_sparse", code, body + value_bytes(non_zero, dtype, values))
-    bitmap, held = code[HEADER:body], code[body:]
+    bitmap, stored = code[HEADER:body], code[body:]
     if has_kernels("sparse", code.device):
         if values and not native.on_gpu(code):
-            if not _unpack_in_parts(bitmap, held, values, non_zero, flat):
+            if not _unpack_in_parts(bitmap, stored, values, non_zero, flat):
                 raise _not_a_code(non_zero, count)
-            return restored.finish()
-        packed = held
+            return
+        packed = stored
         if values:
             packed = flat.new_empty(non_zero)
-            _release(held, values, packed)
+            _read_values(stored, values, packed)
         if call("sparse", f"unpack_{8 * dtype.itemsize}", bitmap, packed, count, non_zero, flat):
             raise _not_a_code(non_zero, count)
     else:
@@ -176,17 +172,16 @@ def decode_sparse(
         if int(present.sum()) != non_zero:
             raise _not_a_code(non_zero, count)
         packed = flat.new_empty(non_zero)
-        _release(held, values, packed)
+        _read_values(stored, values, packed)
         flat.zero_()
         flat[present] = packed
-    return restored.finish()
 
 
-def _release(held: Tensor, values: str, flat: Tensor) -> None:
+def _read_values(stored: Tensor, values: str, flat: Tensor) -> None:
     if values:
-        read_floats(held, format_of(values), flat)
+        read_floats(stored, format_of(values), flat)
     else:
-        flat.view(torch.uint8).copy_(held[: flat.numel() * flat.element_size()])
+        flat.view(torch.uint8).copy_(stored[: flat.numel() * flat.element_size()])
 
 
 def _not_a_code(non_zero: int, count: int) -> OptionError:
@@ -196,28 +191,17 @@ def _not_a_code(non_zero: int, count: int) -> OptionError:
     )
 
 
-# ---- what they take aside ------------------------------------------------------------------------------------------
+# ---- the codecs ----------------------------------------------------------------------------------------------------
 
 
-def _fake_encoded(x: Tensor, values: str = "") -> Tensor:
-    count = layout_like(x).count
-    return fake_code(x, sparse_bytes(count, count, x.dtype, values))
+def _most_bytes(count: int, dtype: torch.dtype, values: str = "") -> int:
+    return sparse_bytes(count, count, dtype, values)
 
 
-def _encode_workspace(x: Tensor, values: str = "") -> int:
-    return gathered_bytes(x.shape, x.stride(), x.dtype) + _aside(layout_like(x).count, x.dtype, x.device, values)
-
-
-def _decode_workspace(
-    code: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, values: str = ""
-) -> int:
-    return gathered_bytes(size, stride, dtype) + _aside(layout_of(size, stride).count, dtype, code.device, values)
-
-
-def _aside(count: int, dtype: torch.dtype, device: torch.device, values: str) -> int:
+def _workspace(count: int, dtype: torch.dtype, device: torch.device, values: str = "") -> int:
     """At most: non-zeros on their way to or from their format. On a GPU that is all of them, if the data is unkind."""
     if not is_compiled(device.type):
-        return PLAIN_BYTES * count + plain_bytes(count, device)
+        return PLAIN_BYTES * count + plain_bytes(count, dtype, device)
     if device.type == "cuda":
         starts = 8 * (-(-count // TILE) + 1)  # of each tile's non-zeros
         return starts + (count * dtype.itemsize if values else 0)
@@ -225,7 +209,7 @@ def _aside(count: int, dtype: torch.dtype, device: torch.device, values: str) ->
 
 
 def _error(small: Small, x: Tensor) -> Tensor:
-    """How far off each finite element may be, in float64: groups are of non-zeros, unless all are held."""
+    """How far off each finite element may be, in float64: groups are of non-zeros, unless all elements are kept."""
     if not small.most:
         return error_bound(small, x)
     flat = elements_of(x.detach())
@@ -239,32 +223,23 @@ def _error(small: Small, x: Tensor) -> Tensor:
     return restored.finish()
 
 
-ENCODE = define('encode_sparse(Tensor x, str values="") -> Tensor', encode_sparse, _fake_encoded, _encode_workspace)
-DECODE = define(
-    'decode_sparse(Tensor code, SymInt[] size, SymInt[] stride, ScalarType dtype, str values="") -> Tensor',
-    decode_sparse, fake_decoded, _decode_workspace,
-)  # fmt: skip
+CODING = Coding(
+    "sparse", encode_sparse, decode_sparse, _most_bytes, _workspace, options='str values=""', exact=lambda *_: False
+)
 
 
 def _codec(values: str) -> Codec:
-    def accepts(shape: Sequence[int], dtype: torch.dtype) -> bool:
-        return dtype in (FORMATS[values].dtypes if values else DTYPES)
-
-    def nbytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, density: float | None = None) -> int:
-        count = layout_of(shape, stride).count
-        return sparse_bytes(count, count if density is None else round(count * density), dtype, values)
+    def expected(count: int, dtype: torch.dtype, density: float) -> int:
+        return sparse_bytes(count, round(count * density), dtype, values)
 
     return Codec(
         name=f"sparse_{values}" if values else "sparse",
         what=f"non-zeros as {values} and a bitmap" if values else "non-zeros and a bitmap",
-        lossless=not values,
-        encode=ENCODE,
-        decode=DECODE,
-        accepts=accepts,
-        nbytes=nbytes,
-        exact_size=False,
-        error=(lambda x: _error(FORMATS[values], x)) if values else None,
+        coding=CODING,
+        dtypes=FORMATS[values].dtypes if values else DTYPES,
         options=(values,),
+        error=functools.partial(_error, FORMATS[values]) if values else None,
+        expected=expected,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import encore.graph.random_ops  # noqa: F401 - registers encore::*
+from encore.codecs import WORKSPACES as CODEC_OPERATORS
 from encore.graph.sized_ops import SIZED
 from encore.rnn.scores import additive_scores_backward_
 
@@ -116,22 +117,13 @@ DRAWS_BY_SHAPE = frozenset({
 """Draws whose numbers depend on nothing but the generator and a shape. Others (a Poisson draw around a tensor) would
 come out differently if an operand did in its last bit, so they are not repeated."""
 
-CODEC_PACKETS = frozenset({
-    "encode_bits", "encode_sign", "encode_inside", "decode_bits", "masked_by_bits",
-    "max_pool_map", "max_pool_map_backward", "encode_sparse", "decode_sparse", "encode_integers", "decode_integers",
-    "encode_floats", "decode_floats",
-})  # fmt: skip
-"""Encore's own: encodings, and operators that read codes. As cheap as a copy, and never part of a kernel."""
-
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem"})
 
 
-@cache
 def is_codec(target: Any) -> bool:
-    """Is it one of Encore's operators that make codes or read them?"""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "encore":
-        return False
-    return target.overloadpacket.__name__ in CODEC_PACKETS
+    """Return whether an operator is one of Encore's own that make codes or read them: as cheap as a copy, and never
+    part of a kernel."""
+    return target in CODEC_OPERATORS
 
 
 @cache

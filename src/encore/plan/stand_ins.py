@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 
 from encore.codecs import CODECS, Codec, Densities
-from encore.codecs.integers import INTEGER_CODECS
 from encore.graph import Graph, Op, Role, Storage, Value
 from encore.graph.ops import classify
 from encore.graph.values import Ref, block_bytes, span_bytes
@@ -39,7 +38,6 @@ SEEN = 0.25
 
 
 aten = torch.ops.aten
-RANGED = tuple(codec for codec in INTEGER_CODECS if codec.exact_size)
 POOLS = frozenset({aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default})
 """Operators whose second result is a position within a plane of their operand."""
 
@@ -279,12 +277,12 @@ def code_bytes(
 
 def _in_range(graph: Graph, number: int, codec: Codec) -> bool:
     """Codecs for indices up to a largest one take those of pooling windows, and nothing whose range is not known."""
-    if codec not in RANGED:
+    if codec.max_index is None:
         return True
     maker = graph.producer(number)
     if maker is None or maker.target not in POOLS or maker.writes.index(number) != 1:
         return False
-    return math.prod(graph.values[maker.reads[0]].shape[-2:]) - 1 <= codec.options[0]
+    return math.prod(graph.values[maker.reads[0]].shape[-2:]) - 1 <= codec.max_index
 
 
 def fills_its_memory(graph: Graph, value: Value) -> bool:

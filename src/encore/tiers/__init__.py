@@ -1,11 +1,11 @@
-"""Where bytes go when they leave: disk and host memory, asynchronous, bounded, checked.
+"""Where tensors are offloaded to: disk and host memory, asynchronous, bounded, checked.
 
-`tier` is what every tier promises, `layout` turns tensors into one block of bytes and back, `disk` and `host` are the
-tiers, `slot_file` is the file beneath the first, `limits` asks the machine for room. What may not live here: when to
-store and what (that is `bptt/`, and the planner), graphs, schedules.
+`tier` is what every tier promises, with the bookkeeping that all share; `disk` and `host` add how bytes move. `layout`
+turns tensors into one block of bytes and back, `slot_file` is the file of the disk tier, `limits` reads how much room
+the machine has. What may not live here: when to store and what (that is `bptt/`, and the planner), graphs, schedules.
 
-Tensors are never looked up by address. `store` returns a `Parcel`, and a parcel is the only way back to its bytes;
-while it is being written it holds its tensors, so that no address is used again under its feet.
+Tensors are never looked up by address. `store` returns a `Parcel`, the only way back to its bytes; while it is being
+written it keeps its tensors, so that their addresses are not used again.
 """
 
 from encore.tiers.disk import Disk

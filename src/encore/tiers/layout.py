@@ -1,8 +1,8 @@
 """Tensors as one block of bytes, and back: the same shapes, strides and bits.
 
-Values are packed densely, each at a multiple of 64 bytes. On the way back every tensor gets the strides it had, gaps
-and all, and its place relative to a cache line: kernels choose their vector code by both, and the last bit of what they
-compute with it.
+Values are packed densely, each at a multiple of 64 bytes. Unpacking gives every tensor the strides it had, gaps
+included, and its place relative to a cache line: kernels choose their vector code by both, and the last bit of their
+results depends on it.
 
 Aliases. A tensor that occurs twice in a block (same storage, offset, shape, strides, type) is packed once and comes
 back as one tensor. All of them are alive while they are compared, so that an address cannot stand for two things.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +45,7 @@ class Entry:
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
-        """The distinct elements: what was expanded is packed once."""
+        """The distinct elements: expanded ones are packed once."""
         return tuple(1 if stride == 0 else size for size, stride in zip(self.shape, self.strides, strict=True))
 
     @property
@@ -57,27 +57,27 @@ class Entry:
 
     @property
     def is_plain(self) -> bool:
-        """Is it packed as it lies in memory, and is that the host's?"""
+        """Whether it lies in host memory, packed as it is."""
         return self.device.type == "cpu" and self.strides == _contiguous_strides(self.shape)
 
-    def pack(self, tensor: Tensor, block: Tensor) -> None:
-        if self.is_plain:  # copy_ would start PyTorch's own threads beside those that compute
+    def pack(self, tensor: Tensor, block: Tensor, *, wait: bool = True) -> None:
+        if self.is_plain:  # copy_ would start PyTorch's threads next to those that compute
             ctypes.memmove(block.data_ptr() + self.position, tensor.data_ptr(), self.bytes)
             return
         room = block[self.position : self.position + self.bytes].view(self.dtype)
         distinct = tensor.detach().as_strided(self.packed_shape, self.strides) if 0 in self.strides else tensor.detach()
-        room.view(self.packed_shape).copy_(distinct)
+        room.view(self.packed_shape).copy_(distinct, non_blocking=not wait)
 
     def make(self) -> Tensor:
         memory = torch.empty(self.lead + self.span, dtype=self.dtype, device=self.device)
         return memory.as_strided(self.shape, self.strides, self.lead)
 
-    def fill(self, made: Tensor, block: Tensor) -> None:
+    def fill(self, made: Tensor, block: Tensor, *, wait: bool = True) -> None:
         if self.is_plain:
             ctypes.memmove(made.data_ptr(), block.data_ptr() + self.position, self.bytes)
             return
         values = block[self.position : self.position + self.bytes].view(self.dtype).view(self.packed_shape)
-        made.as_strided(self.packed_shape, self.strides).copy_(values)
+        made.as_strided(self.packed_shape, self.strides).copy_(values, non_blocking=not wait)
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -90,61 +90,64 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BlockLayout:
     """Where each of a list of tensors lies in the block."""
 
     entries: tuple[Entry, ...]
     places: tuple[int, ...]
-    """By tensor: its entry. Two tensors that are one have the same."""
+    """By tensor: its entry. A tensor that occurs twice has one."""
     bytes: int
 
     @property
     def is_plain(self) -> bool:
-        """Is it one tensor, packed as it lies in memory? Then it can be packed in pieces."""
+        """Whether it is one tensor, packed as it lies in memory: it can be packed in pieces."""
         return len(self.entries) == 1 and self.entries[0].is_plain
 
-    def pack(self, tensors: Sequence[Tensor], block: Tensor, first: int = 0, size: int | None = None) -> None:
-        """Write the tensors into a block of bytes, or, where they are plain, `size` bytes of them from `first` on."""
+    def pack(
+        self, tensors: Sequence[Tensor], block: Tensor, first: int = 0, size: int | None = None, *, wait: bool = True
+    ) -> None:
+        """Write the tensors into a block of bytes or, if they are plain, `size` bytes of them from `first` on."""
         if self.is_plain:
             ctypes.memmove(block.data_ptr(), tensors[0].data_ptr() + first, self._piece(first, size))
             return
-        packed = -1
-        for tensor, place in zip(tensors, self.places, strict=True):
-            if place > packed:  # entries are numbered as they come, so that a second mention is never ahead
-                self.entries[place].pack(tensor, block)
-                packed = place
+        for entry, tensor in self._each(tensors):
+            entry.pack(tensor, block, wait=wait)
+
+    def fill(
+        self, tensors: Sequence[Tensor], block: Tensor, first: int = 0, size: int | None = None, *, wait: bool = True
+    ) -> None:
+        """Write the bytes of a block into the tensors that `make` made or, if they are plain, into `size` bytes of them
+        from `first` on."""
+        if self.is_plain:
+            ctypes.memmove(tensors[0].data_ptr() + first, block.data_ptr(), self._piece(first, size))
+            return
+        for entry, tensor in self._each(tensors):
+            entry.fill(tensor, block, wait=wait)
 
     def make(self) -> list[Tensor]:
         """New tensors, to be filled."""
         made = [entry.make() for entry in self.entries]
         return [made[place] for place in self.places]
 
-    def _piece(self, first: int, size: int | None) -> int:
-        """Bytes of the only tensor that a piece holds."""
-        left = max(0, self.entries[0].bytes - first)
-        return left if size is None else min(size, left)
-
-    def fill(self, tensors: Sequence[Tensor], block: Tensor, first: int = 0, size: int | None = None) -> None:
-        """Write what the block holds into the tensors that `make` made, or, where they are plain, into `size` bytes of
-        them from `first` on."""
-        if self.is_plain:
-            ctypes.memmove(tensors[0].data_ptr() + first, block.data_ptr(), self._piece(first, size))
-            return
-        filled = -1
-        for tensor, place in zip(tensors, self.places, strict=True):
-            if place > filled:
-                self.entries[place].fill(tensor, block)
-                filled = place
-
     def unpack(self, block: Tensor) -> list[Tensor]:
-        """New tensors with what the block holds."""
+        """New tensors with the bytes of a block."""
         made = self.make()
         self.fill(made, block)
         return made
 
+    def _each(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Entry, Tensor]]:
+        """Every entry with its first tensor; entries are numbered in the order of those."""
+        first = dict(zip(reversed(self.places), reversed(tensors), strict=True))
+        return ((entry, first[place]) for place, entry in enumerate(self.entries))
 
-def layout_of(tensors: Sequence[Tensor]) -> Layout:
-    """How these tensors are packed; raises `TierError` for those that have no plain memory of their own."""
+    def _piece(self, first: int, size: int | None) -> int:
+        """Bytes of a piece of the only tensor."""
+        left = max(0, self.entries[0].bytes - first)
+        return left if size is None else min(size, left)
+
+
+def layout_of(tensors: Sequence[Tensor]) -> BlockLayout:
+    """Return how these tensors are packed; raises `TierError` for those that have no plain memory of their own."""
     entries: list[Entry] = []
     places: list[int] = []
     known: dict[int, int] = {}
@@ -168,4 +171,4 @@ def layout_of(tensors: Sequence[Tensor]) -> Layout:
         places.append(len(entries))
         entries.append(entry)
         position = rounded(position + entry.bytes, LINE)
-    return Layout(tuple(entries), tuple(places), position)
+    return BlockLayout(tuple(entries), tuple(places), position)

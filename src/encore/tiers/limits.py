@@ -12,11 +12,11 @@ MEMINFO = Path("/proc/meminfo")
 MOUNTS = Path("/proc/self/mountinfo")
 IN_MEMORY = ("tmpfs", "ramfs")
 NO_LIMIT = 1 << 60
-"""Version 1 writes the largest number of pages there can be where nothing is limited."""
+"""Without a limit, version 1 reports the largest possible number of pages."""
 
 
 class _Names(NamedTuple):
-    """What one version of cgroups calls things."""
+    """The file names of one version of cgroups."""
 
     tree: str
     limit: str
@@ -29,7 +29,7 @@ VERSION_1 = _Names("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "
 
 
 def available_memory() -> int | None:
-    """Bytes that this process may still take, by the machine and every cgroup above it; `None` where nobody knows."""
+    """Bytes that this process may still allocate, by the machine and every cgroup above it; `None` if unknown."""
     rooms = [room for room in (_machine_room(), *_cgroup_rooms()) if room is not None]
     return min(rooms, default=None)
 
@@ -41,7 +41,7 @@ def free_disk(descriptor: int) -> int:
 
 
 def lies_in_memory(descriptor: int) -> bool:
-    """Is an open file in a file system whose bytes are the machine's memory, and count in its cgroup?"""
+    """Return whether an open file is in a file system whose bytes are the machine's memory, and count in its cgroup."""
     device = os.fstat(descriptor).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -1,10 +1,10 @@
 """One file with page-aligned slots, unlinked as soon as it is open: a process that dies leaves nothing behind.
 
-Space is claimed with `posix_fallocate` before anything is written into it, so that a disk that is too small says so
-early; where the file lies in memory, as a folder for temporary files may, what memory and cgroups leave is asked first,
-since claiming more ends a process without a word. Direct I/O where the file system has it, so that the page cache
-neither doubles the memory nor delays writes to an unlucky moment; buffered I/O elsewhere, whose pages the system takes
-back when a cgroup is short of them.
+Space is claimed with `posix_fallocate` before anything is written into it, so that a disk that is too small fails
+early; if the file lies in memory, as a folder for temporary files may, the free memory and the limits of cgroups are
+checked first, since a process that claims more is killed. Direct I/O if the file system has it, so that the page cache
+neither doubles the memory nor delays writes; else buffered I/O, whose pages the system takes
+back when memory is short.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from encore.errors import TierError
@@ -26,12 +26,12 @@ from encore.units import bytes_text
 GROWTH = 64 << 20
 """The file grows by so many bytes at a time at most."""
 SPARE = 64 << 20
-"""Left on the disk for everybody else."""
+"""Left on the disk for other processes."""
 
 
 class SlotFile:
-    """Slots of any size, reused by size, and all of the file once nobody holds any. Offsets are given out and taken
-    back under a lock; I/O needs none."""
+    """Slots of any size, reused by size; the whole file is reused once all slots are free. Offsets are given out and
+    taken back under a lock; I/O needs none."""
 
     def __init__(self, directory: Path, *, capacity: int | None, direct: bool) -> None:
         self.directory = directory
@@ -40,7 +40,7 @@ class SlotFile:
         """Bytes of the file that are backed by the disk."""
         self._end = 0
         self._taken = 0
-        """Slots that somebody holds."""
+        """Slots in use."""
         self._free: dict[int, list[int]] = {}
         self._lock = threading.Lock()
         self.direct = False
@@ -48,8 +48,8 @@ class SlotFile:
         self.in_memory = lies_in_memory(self._descriptor)
 
     def _open(self, direct: bool) -> int:
-        """A file without a name where the file system knows such; elsewhere a name for a moment. Some file systems
-        refuse O_DIRECT when a file is opened, others when it is first written."""
+        """Open a file without a name or, if the file system has none, with a name for a moment. Some file systems
+        reject O_DIRECT when a file is opened, others when it is first written."""
         ways = [getattr(os, "O_DIRECT", 0)] if direct else []
         for way in (*filter(None, ways), 0):
             with contextlib.suppress(OSError, AttributeError):
@@ -74,7 +74,7 @@ class SlotFile:
         return descriptor
 
     def take(self, size: int) -> int:
-        """The offset of a free slot; raises `TierError` where there is no room for one."""
+        """Return the offset of a free slot; raises `TierError` if there is no room for one."""
         size = rounded(max(size, 1), PAGE)
         with self._lock:
             if self._free.get(size):
@@ -96,7 +96,7 @@ class SlotFile:
                 self._free.clear()
 
     def claim_slots(self, sizes: Sequence[int]) -> None:
-        """Claim what slots of these sizes take beyond those that are free."""
+        """Claim the bytes that slots of these sizes need beyond those that are free."""
         with self._lock:
             missing = self._missing(Counter(rounded(max(size, 1), PAGE) for size in sizes))
             if missing and self._end + missing > self.claimed:
@@ -111,7 +111,7 @@ class SlotFile:
             return fits and end - self.claimed + SPARE <= self._room()
 
     def _missing(self, wanted: Mapping[int, int]) -> int:
-        """Bytes that slots, counted by size, take beyond those that are free."""
+        """Bytes that slots, counted by size, need beyond those that are free."""
         return sum(size * max(0, count - len(self._free.get(size, ()))) for size, count in wanted.items())
 
     def _room(self) -> int:
@@ -149,36 +149,33 @@ class SlotFile:
         """Write a whole number of pages."""
         done = 0
         while done < len(block):
-            direct = self.direct  # as it was: another thread may be refused, and end it, at the same time
-            try:
-                done += os.pwrite(self._descriptor, block[done:], offset + done)
-            except OSError as error:
-                if error.errno == errno.EINVAL and direct:
-                    self._without_direct()
-                    continue
-                raise self._failed("writing", error) from error
+            done += self._transfer("writing", os.pwrite, block[done:], offset + done)
 
     def read(self, offset: int, block: memoryview) -> None:
-        """Read a whole number of pages; fewer bytes than were asked for are an error, never zeros."""
+        """Read a whole number of pages; fewer bytes are an error, never zeros."""
         done = 0
         while done < len(block):
-            direct = self.direct
-            try:
-                count = os.preadv(self._descriptor, [block[done:]], offset + done)
-            except OSError as error:
-                if error.errno == errno.EINVAL and direct:
-                    self._without_direct()
-                    continue
-                raise self._failed("reading", error) from error
+            count = self._transfer("reading", os.preadv, [block[done:]], offset + done)
             if count == 0:
                 raise TierError(
                     f"the disk tier's file ends after {done} of {len(block)} bytes at {offset}: it was cut short by "
-                    "somebody else; nothing of this step can be used"
+                    "another program; nothing of this step can be used"
                 )
             done += count
 
+    def _transfer(self, doing: str, call: Callable[..., int], block: object, offset: int) -> int:
+        """Return how many bytes one call to the system has moved."""
+        while True:
+            direct = self.direct  # as it was: another thread may be rejected, and end it, at the same time
+            try:
+                return call(self._descriptor, block, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise self._failed(doing, error) from error
+                self._without_direct()
+
     def _without_direct(self) -> None:
-        """The file system takes O_DIRECT and then no direct I/O: go on without, on the same open file."""
+        """Go on without direct I/O, on the same open file: the file system took O_DIRECT and then rejects the call."""
         import fcntl
 
         with self._lock:

@@ -13,13 +13,13 @@ from encore.tiers.tier import Tier
 
 KINDS: dict[str, Callable[[], Tier]] = {"host": Host, "disk": Disk}
 STEP_DEPTH = 64
-"""Transfers of a step that may be on their way: its schedule bounds their bytes."""
+"""Transfers of a step that may be under way: its schedule bounds their bytes."""
 FOR_STEPS: dict[str, Callable[[], Tier]] = {"host": Host, "disk": lambda: Disk(workers=1, depth=STEP_DEPTH)}
-"""For feature maps: one thread, so that transfers come one after the other, as their schedule takes them to."""
+"""For activations: one thread, so that transfers run one after the other, as their schedule assumes."""
 
 
 def check_tiers(asked: Any) -> tuple[str | Tier, ...]:
-    """Names of tiers and tiers, checked; one may be given by itself."""
+    """Return names of tiers and tiers, checked; one may be given without a list."""
     if not isinstance(asked, str | Tier | list | tuple):
         raise OptionError(f"tiers={asked!r} is not accepted; give some of {listed(KINDS)}, or encore.tiers.Disk(...)")
     names = (asked,) if isinstance(asked, str | Tier) else tuple(asked)
@@ -30,7 +30,7 @@ def check_tiers(asked: Any) -> tuple[str | Tier, ...]:
 
 
 def open_tiers(asked: str | Tier | Sequence[str | Tier], stack: contextlib.ExitStack) -> tuple[Tier, ...]:
-    """The tiers that were asked for, nearest first. Those made here go onto `stack`, to be closed with it; those that
-    were brought along belong to whoever made them."""
+    """Return the tiers that were asked for, nearest first. Those made here go onto `stack`, to be closed with it; tiers
+    that were given stay open."""
     names = check_tiers(asked)
     return tuple(name if isinstance(name, Tier) else stack.enter_context(KINDS[name]()) for name in names)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.train.checkpoint import HEADER_BYTES, Checkpoints, read_state, write_state
+from examples.train.checkpoint import FORMAT, Checkpoints, read_state, write_state
 from examples.train.errors import CheckpointError
 
 STATE: dict[str, Any] = {"weights": {"w": torch.arange(1000.0)}, "losses": [1.0, 0.5], "note": "grün", "nothing": None}
@@ -58,13 +58,13 @@ def empty(path: Path) -> None:
 
 def flip_a_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    data[HEADER_BYTES + len(data) // 2] ^= 1
+    data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (truncate, "is truncated"),
-    "empty": (empty, "does not begin like a checkpoint"),
+    "empty": (empty, "is truncated"),
     "a bit": (flip_a_bit, "its checksum is wrong"),
 }
 
@@ -93,8 +93,8 @@ def test_where_all_are_damaged_nothing_starts_over(checkpoints: Checkpoints) -> 
 def test_one_of_another_format_is_not_damaged(checkpoints: Checkpoints) -> None:
     checkpoints.write(5, STATE)
     path = checkpoints.write(10, STATE)
-    path.write_bytes(path.read_bytes().replace(b"checkpoint    1", b"checkpoint    2", 1))
-    with pytest.raises(CheckpointError, match="has format 2, and this Encore reads format 1"):
+    torch.save({**torch.load(path), "format": FORMAT + 1}, path)
+    with pytest.raises(CheckpointError, match="has format 3, and this Encore reads format 2"):
         checkpoints.newest()
     assert path.exists()
 
