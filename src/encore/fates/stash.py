@@ -1,8 +1,8 @@
-"""Recurrent operators that keep less: `keep=K` in place of `keep=0`.
+"""Stash: a recurrent operator keeps less for its backward, `keep=K` in place of `keep=0`.
 
 As it is captured, an operator keeps the gates of every step (`rnn/lstm.py`, `rnn/gru.py`). With `keep=K` it keeps c
-every K steps, or nothing at all beside its output, and its backward builds the gates again, a chunk at a time. Both
-operators change together; what they take aside changes with K. The gates come out of other products, so that the last
+every K steps, or nothing at all next to its output, and its backward recomputes the gates, a chunk at a time. Both
+operators change together; their workspaces change with K. The gates come out of other products, so that the last
 bits may differ: the eager lowering leaves operators as they are.
 """
 
@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 
 import encore.rnn  # noqa: F401 - registers encore::*
+from encore.errors import PlanError
+from encore.fates.fate import Decision, Fate, Given, OpSeconds, Terms
 from encore.graph import Graph, Op
 from encore.graph.on_shapes import on_shapes
 from encore.graph.values import block_bytes, contiguous_strides
 from encore.rnn.tuning import lean_steps
-from encore.schedule.choice import Stashed
 
 BACKWARD_OF: dict[Any, Any] = {
     torch.ops.encore.lstm_forward.default: torch.ops.encore.lstm_backward.default,
@@ -32,6 +33,81 @@ RESIDUE = {torch.ops.encore.lstm_forward.default: 3, torch.ops.encore.gru_forwar
 KEEPS_STATES = frozenset({torch.ops.encore.lstm_forward.default})
 """Operators that keep a state every K steps; to others, K is no more than a yes."""
 EVERY = (8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Stash(Fate):
+    """Have the recurrent operator that makes it keep less, and recompute it inside of its backward."""
+
+    kind: ClassVar[str] = "stash"
+    in_place: ClassVar[bool] = True
+    fields: ClassVar[Mapping[str, type]] = {"operator": str, "every": int}
+    value: int
+    """The first result of the operator, which stands for it; its own fate may be another one."""
+    every: int
+    """Steps between two states that are kept."""
+    shrinks: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    workspaces: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        return tuple(value for value, _ in self.shrinks)
+
+    @property
+    def label(self) -> str:
+        return f"stash {self.every}"
+
+    @property
+    def code(self) -> str:
+        return f"every {self.every}"
+
+    def decisions(self, before: Graph, after: Graph, ops: Sequence[Op], seconds: OpSeconds) -> Mapping[int, Decision]:
+        (one,) = (one for one in recurrent(before) if one.output == self.value)
+        lean = keep_less(before, [self])
+        cost = sum(seconds(lean, lean.ops[op.id]) - seconds(before, op) for op in (one.forward, one.backward))
+        found = {}
+        for value in one.residue:
+            kept = after.bytes_of(value)
+            why = f"kept every {self.every} steps" if kept else "recomputed in backward from the outputs"
+            whole = before.bytes_of(value), before.values[value].shape
+            found[value] = Decision(self, why, max(0.0, cost) / len(one.residue), kept, whole)
+        return found
+
+    @classmethod
+    def change_operators(cls, graph: Graph, fates: Sequence[Stash]) -> Graph:
+        return keep_less(graph, fates)
+
+    @classmethod
+    def candidates(cls, graph: Graph, values: Collection[int], terms: Terms, found: Sequence[Fate]) -> list[Stash]:
+        """Every way in which recurrent operators could keep less of these values, smallest intervals first. What is
+        recomputed rounds differently."""
+        layers = [] if terms.exact else [one for one in recurrent(graph) if set(one.residue) <= set(values)]
+        stashes = []
+        for every in sorted({every for one in layers for every in one.intervals(graph)}):
+            chosen = [one for one in layers if every in one.intervals(graph)]
+            less = keep_less(graph, [cls(one.output, every) for one in chosen])
+            for one in chosen:
+                shrinks = tuple((value, less.bytes_of(value)) for value in one.residue)
+                pairs = [(op, less.ops[op.id]) for op in (one.forward, one.backward)]
+                more = tuple((op.id, terms.workspace(less, lean) - terms.workspace(graph, op)) for op, lean in pairs)
+                extra = sum(terms.seconds(less, lean) - terms.seconds(graph, op) for op, lean in pairs)
+                stashes.append(cls(one.output, every, shrinks, more, max(0.0, extra)))
+        return stashes
+
+    @classmethod
+    def allowed_values(cls, graph: Graph) -> frozenset[int]:
+        return frozenset(value for op in graph.ops if op.forward for value in op.writes if value is not None)
+
+    @classmethod
+    def read(cls, graph: Graph, value: int, entry: Mapping[str, Any], given: Given) -> Stash:
+        every = entry["every"]
+        if any(one.output == value and 1 <= every <= one.steps(graph) for one in recurrent(graph)):
+            return cls(value, every)
+        raise PlanError(
+            f"the plan has the operator of {entry['operator']} keep a state every {every} steps, which it cannot; "
+            "plan anew"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +153,9 @@ def recurrent(graph: Graph) -> list[Recurrent]:
     return found
 
 
-def keep_less(graph: Graph, stashed: Iterable[Stashed]) -> Graph:
-    """The graph in which these operators keep a state every so many steps, and their backwards build the rest again."""
-    every = {one.output: one.every for one in stashed}
+def keep_less(graph: Graph, stashes: Iterable[Stash]) -> Graph:
+    """The graph in which these operators keep a state every so many steps, and their backwards recompute the rest."""
+    every = {one.value: one.every for one in stashes}
     if not every:
         return graph
     values = [value.copy(value.readers) for value in graph.values]
