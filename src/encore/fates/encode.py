@@ -93,7 +93,7 @@ class Encode(Fate):
         assert value.storage is not None
         device, name = writer.graph.storages[value.storage].device, f"{value.name}_{self.codec}"
         args = codec.encode_args(Ref(self.value))
-        return writer.in_forward(self.value, name, codec.encode, args, self.bytes, torch.uint8, device)
+        return writer.in_forward(self.value, name, codec.encode, args, (self.bytes,), torch.uint8, device)
 
     def decoded(self, writer: Writer, code: int) -> int:
         """The value as it comes out of a code."""

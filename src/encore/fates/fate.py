@@ -16,6 +16,7 @@ from encore.graph import Graph, Op, Value
 if TYPE_CHECKING:
     from encore.fates.encode import Encode
 
+Shape = tuple[int, ...]
 OpSeconds = Callable[[Graph, Op], float]
 """What an operator takes."""
 
@@ -68,10 +69,9 @@ class Writer(Protocol):
         """The value that `make` adds, at the first call for this fate; afterwards the same value."""
 
     def in_forward(
-        self, value: int, name: str, target: Any, args: tuple[Any, ...], size: int, dtype: torch.dtype, device: str
+        self, value: int, name: str, target: Any, args: tuple[Any, ...], shape: Shape, dtype: torch.dtype, device: str
     ) -> int:
-        """Add an operator to forward, after the last reader of `value` there; return its result, a vector of `size`
-        bytes."""
+        """Add an operator to forward, after the last reader of `value` there; return its contiguous result."""
 
     def in_backward(self, value: int, how: str, target: Any, args: tuple[Any, ...], like: int) -> int:
         """Add an operator to backward, on behalf of `value`; return its result, of the shape and layout of another

@@ -16,7 +16,7 @@ from encore.fates.fate import Decision, Fate, Given, OpSeconds, Terms, Writer
 from encore.fates.link import Link
 from encore.fates.owned import fills_its_memory, owned
 from encore.graph import Graph, Op
-from encore.graph.tier_ops import TOKEN_BYTES, TOKEN_DTYPE, LoadFrom, StoreTo, is_transfer
+from encore.graph.tier_ops import TOKEN_DTYPE, LoadFrom, StoreTo, is_transfer
 from encore.graph.values import Ref
 
 LEAST_MOVED = 1 << 16
@@ -109,7 +109,7 @@ class Offload(Fate):
     def _load(self, writer: Writer, moved: int) -> int:
         value = writer.values[moved]
         name, store = f"{value.name}_store", StoreTo(self.tier)
-        token = writer.in_forward(self.value, name, store, (Ref(moved),), TOKEN_BYTES, TOKEN_DTYPE, "cpu")
+        token = writer.in_forward(self.value, name, store, (Ref(moved),), (1,), TOKEN_DTYPE, "cpu")
         args = (Ref(token), value.shape, value.stride, value.dtype)
         return writer.in_backward(self.value, "load", LoadFrom(self.tier), args, like=moved)
 

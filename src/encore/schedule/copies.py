@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from encore.fates import Fate, owners
+from encore.fates.fate import Shape
 from encore.fates.normalised import FROM_STATISTICS, Normalised, is_training_batch_norm
 from encore.fates.recompute import STATE_BYTES, device_of, results_of_copy
 from encore.graph import Graph, Op, OpClass, Storage, Value
@@ -294,13 +296,12 @@ class _Copies:
         return self.made[fate]
 
     def in_forward(
-        self, value: int, name: str, target: Any, args: tuple[Any, ...], size: int, dtype: torch.dtype, device: str
+        self, value: int, name: str, target: Any, args: tuple[Any, ...], shape: Shape, dtype: torch.dtype, device: str
     ) -> int:
-        """Add an operator to forward, after the last reader of `value` there; return its result, a vector of `size`
-        bytes."""
+        """Add an operator to forward, after the last reader of `value` there; return its contiguous result."""
+        size, stride = math.prod(shape) * dtype.itemsize, contiguous_strides(shape)
         self.storages.append(Storage(len(self.storages), block_bytes(size, device), device))
-        shape = (size // dtype.itemsize,)
-        made = self._add(Value(0, name, len(self.storages) - 1, shape, (1,), dtype, size, None))
+        made = self._add(Value(0, name, len(self.storages) - 1, shape, stride, dtype, size, None))
         op = dataclasses.replace(
             self._maker(value),
             id=-1,
