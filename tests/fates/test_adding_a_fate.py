@@ -44,7 +44,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> type[Fate]:
     (block,) = re.findall(r"## Adding a fate\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     module = types.ModuleType("narrow")
     monkeypatch.setitem(sys.modules, "narrow", module)
-    exec(compile(block, "narrow.py", "exec"), module.__dict__)
+    exec(compile(block, "narrow.py", "exec", dont_inherit=True), module.__dict__)
     found: type[Fate] = module.__dict__["Narrow"]
     monkeypatch.setitem(KINDS, "narrow", found)
     return found
