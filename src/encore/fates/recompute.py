@@ -1,6 +1,6 @@
 """Recompute: free it after forward, and run forward's operators again right before backward reads it.
 
-The search takes values to recompute by themselves, without candidates: `schedule/recompute.py` adds the copies, and
+The search takes values to recompute by themselves, without candidates: `schedule/copies.py` adds the copies, and
 chains of them cost what the walk over the step says.
 """
 

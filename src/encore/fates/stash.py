@@ -8,7 +8,6 @@ bits may differ: the eager lowering leaves operators as they are.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +19,8 @@ import encore.rnn  # noqa: F401 - registers encore::*
 from encore.errors import PlanError
 from encore.fates.fate import Decision, Fate, Given, OpSeconds, Terms
 from encore.graph import Graph, Op
+from encore.graph.editor import Editor
 from encore.graph.on_shapes import on_shapes
-from encore.graph.values import block_bytes, contiguous_strides
 from encore.rnn.tuning import lean_steps
 
 BACKWARD_OF: dict[Any, Any] = {
@@ -156,24 +155,16 @@ def recurrent(graph: Graph) -> list[Recurrent]:
 def keep_less(graph: Graph, stashes: Iterable[Stash]) -> Graph:
     """The graph in which these operators keep a state every so many steps, and their backwards recompute the rest."""
     every = {one.value: one.every for one in stashes}
-    if not every:
-        return graph
-    values = [value.copy(value.readers) for value in graph.values]
-    storages, ops = [storage.copy() for storage in graph.storages], list(graph.ops)
-    for one in recurrent(graph):
+    editor = Editor(graph)
+    for one in recurrent(graph) if every else ():
         if one.output not in every:
             continue
         for op in (one.forward, one.backward):
-            ops[op.id] = dataclasses.replace(op, args=_keeping(op, every[one.output]))
-        for number, shape in zip(one.residue, _shapes(graph, ops[one.forward.id])[-len(one.residue) :], strict=True):
-            value = values[number]
-            assert value.storage is not None
-            assert value.dtype is not None
-            storage = storages[value.storage]
-            value.shape, value.stride = shape, contiguous_strides(shape)
-            value.bytes = torch.Size(shape).numel() * value.dtype.itemsize
-            storage.bytes = block_bytes(value.bytes, storage.device)
-    return dataclasses.replace(graph, values=values, storages=storages, ops=ops)
+            editor.call_with(op, _keeping(op, every[one.output]))
+        shapes = _shapes(editor.graph, editor.graph.ops[one.forward.id])
+        for number, shape in zip(one.residue, shapes[-len(one.residue) :], strict=True):
+            editor.resize(number, shape)
+    return editor.finish_in_place()
 
 
 @functools.cache

@@ -1,12 +1,12 @@
 """From one step to all its plans: the Pareto set of peak against time, found by going downhill from several starts.
 
 Each move drops one role (or every second value of it, or a role with the heavy values that only it would keep alive),
-or puts a stand-in in its place, and is judged by what it takes off the peak where the peak now is, per second it costs.
+or gives it another fate, and is judged by what it takes off the peak where the peak now is, per second it costs.
 The best move by that account is tried in outline; it stays if the peak falls. Starts are the kept step, the steps in
 which all that can be is stood in for, in memory or in tiers, and what the strategies propose: from a step cut into
 blocks the search reaches peaks that no sequence of single drops leads to. A search also goes on from what others have
-found with fewer methods. Afterwards each plan is relieved of drops that its peak does not need, or that a stand-in
-serves faster. The budget only picks from the set, so a larger one never gets a slower plan. Where there are only a few
+found with fewer methods. Afterwards each plan is relieved of drops that its peak does not need, or that another
+fate serves faster. The budget only picks from the set, so a larger one never gets a slower plan. Where there are only a few
 feature maps, every choice is tried instead.
 
 Nothing here depends on the clock: the same graph and the same costs give the same plans.
@@ -295,7 +295,7 @@ class Search:
     # -- back up -----------------------------------------------------------------------------------------------------
 
     def _relieve(self, outline: Outline) -> None:
-        """Keep again what the peak does not need gone, the dearest first; else let a stand-in serve it faster."""
+        """Keep again what the peak does not need gone, the dearest first; else find a faster fate."""
         groups = [*self.groups, *self.candidates]
         costly = sorted(
             (group for group in groups if outline.chosen.intersection(group)),
