@@ -6,8 +6,8 @@ The best move by that account is tried in outline; it stays if the peak falls. S
 which all that can be is stood in for, in memory or in tiers, and what the strategies propose: from a step cut into
 blocks the search reaches peaks that no sequence of single drops leads to. A search also goes on from what others have
 found with fewer methods. Afterwards each plan is relieved of drops that its peak does not need, or that another
-fate serves faster. The budget only picks from the set, so a larger one never gets a slower plan. Where there are only a few
-feature maps, every choice is tried instead.
+fate serves faster. The budget only picks from the set, so a larger one never gets a slower plan. Where there are only
+a few feature maps, every choice is tried instead.
 
 Nothing here depends on the clock: the same graph and the same costs give the same plans.
 """
