@@ -14,10 +14,10 @@ from torch.nn import functional as F
 import encore
 from encore.api import compiled_call
 from encore.errors import CheckError
+from encore.graph.editor import Editor
 from encore.lower.calls import callable_for
 from encore.options import LOWERINGS
 from encore.rewrite import Judge
-from encore.rewrite.edit import Editor
 from encore.schedule.reuse import write_over_dying
 from support.captured_graphs import Perceptron, drop_gradients, train_step
 from support.lowerings import in_both_lowerings

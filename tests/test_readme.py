@@ -26,5 +26,5 @@ def test_example_runs(
     page: Path, block: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, page.name, "exec"), {"__name__": page.stem})
+    exec(compile(block, page.name, "exec", dont_inherit=True), {"__name__": page.stem})
     assert "Traceback" not in capsys.readouterr().out

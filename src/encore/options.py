@@ -10,13 +10,14 @@ from typing import Any
 
 from encore.codecs import CODECS
 from encore.errors import OptionError, listed
+from encore.fates import method_names
 from encore.plan import SavedPlan
 from encore.plan.goal import Budget as Budget
 from encore.plan.saved import LOWERINGS as LOWERINGS
 from encore.tiers import Tier, check_tiers
 from encore.units import MOST_BYTES, UNITS, number_and_unit, shown
 
-METHODS = ("recompute", "encode", "stash")
+METHODS = method_names()
 """What may become of a feature map that is not kept: computed again, held as a code, or, by a recurrent layer, built
 again from what it keeps."""
 FUSED_PASSES = (
@@ -176,13 +177,14 @@ def _passes(names: Any) -> tuple[str, ...]:
 
 def _methods(given: Any) -> tuple[str, ...]:
     """Names of methods, checked; one may be given by itself."""
-    names = _several(given, "methods", METHODS)
+    known = method_names()
+    names = _several(given, "methods", known)
     for name in names:
-        if name not in METHODS:
-            raise OptionError(f"methods={name!r} is not a way to hold less; there are {listed(METHODS)}")
+        if name not in known:
+            raise OptionError(f"methods={name!r} is not a way to keep less; there are {listed(known)}")
     if not names:
-        raise OptionError(f"methods= names none; give some of {listed(METHODS)}, or overhead=0 to keep everything")
-    return tuple(name for name in METHODS if name in names)
+        raise OptionError(f"methods= names none; give some of {listed(known)}, or overhead=0 to keep everything")
+    return tuple(name for name in known if name in names)
 
 
 ACCEPTED_LOSSY = "True, False, a bound on the relative gradient error between 0 and 1, such as 0.01, or names of codecs"

@@ -42,7 +42,7 @@ def test_the_first_rank_to_plan_decides(tmp_path: Path) -> None:
     spawn(work, (str(tmp_path),), nprocs=RANKS)
     plans = [torch.load(tmp_path / f"plan-{rank}.pt", weights_only=False) for rank in range(RANKS)]
     assert plans[0] == plans[1]
-    assert plans[0].graphs[0].recompute
+    assert plans[0].graphs[0].fates["recompute"]
 
 
 def disagree(rank: int, folder: str) -> None:

@@ -15,9 +15,10 @@ from encore.cost.gradient_error import (
     run_gradients,
     why_unmeasurable,
 )
+from encore.fates import Encode
 from encore.graph import Graph, Role, Value
 from encore.graph.values import Op
-from encore.schedule import Choice, Encoded, carry_out, schedule_step
+from encore.schedule import carry_out, schedule_step
 from support.captured_graphs import captured
 
 
@@ -72,7 +73,7 @@ def test_runs_have_the_same_draws_and_leave_no_trace() -> None:
     (hidden,) = [op.writes[0] for op in graph.ops if "tanh" in str(op.target) and op.forward]
     assert hidden is not None
     size = 32 * 64 * 2
-    schedule = schedule_step(carry_out(graph, Choice(encode=frozenset({Encoded(hidden, "fp16", size)})), exact=True))
+    schedule = schedule_step(carry_out(graph, [Encode(hidden, "fp16", size)], exact=True))
     tangents = made_up_tangents(graph)
     assert [float(tangent) for tangent in tangents] == [1.0]
     state = torch.get_rng_state()

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import encore
+from encore.fates import Keep
 from encore.options import Budget, Options
-from encore.plan import Keep, Offer, Plan, choose, keep_everything, keeps_budget
+from encore.plan import Offer, Plan, choose, keep_everything, keeps_budget
 from support.captured_graphs import Perceptron, captured
 
 
@@ -99,8 +100,10 @@ def test_keeping_everything_decides_on_feature_maps_alone() -> None:
     kept = keep_everything(graph, lambda graph, op: 0)
     assert kept.name == "keep everything"
     assert kept.overhead == 0.0
-    assert {graph.values[value].name: decision for value, decision in kept.decisions.items()} == {"relu": Keep()}
-    assert Keep().action == "keep"
+    ((value, decision),) = kept.decisions.items()
+    assert graph.values[value].name == "relu"
+    assert (decision.fate, decision.seconds, decision.held) == (Keep(value), 0.0, graph.bytes_of(value))
+    assert decision.fate.kind == "keep"
 
 
 class Wide(nn.Module):

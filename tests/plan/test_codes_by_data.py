@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -12,9 +13,8 @@ import encore
 from encore.codecs import CODECS, Densities, Share
 from encore.compiler.watch import CodeWatch, measured_error
 from encore.cost.density import densities, planned_density, planned_width
+from encore.fates import Encode, Terms, owned
 from encore.plan import feature_maps
-from encore.plan.stand_ins import encodings
-from encore.schedule.recompute import owned
 from support.captured_graphs import captured, drop_gradients, operators, train_step
 from support.lowerings import fused_is_slow
 from support.random_steps import ByBytes
@@ -167,15 +167,16 @@ def test_codecs_that_lose_something_are_used_only_where_they_may_be_and_told(low
 
 
 def test_a_saved_plan_that_loses_something_wants_to_be_allowed() -> None:
-    model = encore.compile(Rectified(), budget="min", lowering="eager", methods="encode", lossy=("fp16",))
+    fresh = Rectified()
+    model = encore.compile(copy.deepcopy(fresh), budget="min", lowering="eager", methods="encode", lossy=("fp16",))
     train_step(model, X)
     plan = encore.report(model).plan
     torch._dynamo.reset()
-    refused = encore.compile(Rectified(), plan=plan)
-    with pytest.raises(encore.PlanError, match="'fp16', which loses something; say lossy='fp16'"):
+    refused = encore.compile(copy.deepcopy(fresh), plan=plan)
+    with pytest.raises(encore.PlanError, match="'fp16', which is lossy; allow it with lossy='fp16'"):
         train_step(refused, X)
     torch._dynamo.reset()
-    allowed = encore.compile(Rectified(), plan=plan, lossy="fp16")
+    allowed = encore.compile(copy.deepcopy(fresh), plan=plan, lossy="fp16")
     train_step(allowed, X)
     assert encore.report(allowed).plan == plan
 
@@ -207,7 +208,8 @@ def test_positions_of_pooling_windows_are_held_in_fewer_bytes() -> None:
     (ranks,) = (graph.values[op.writes[1] or 0] for op in operators(graph, torch.ops.aten.sort))
 
     def offered(seen: Densities) -> list[tuple[str, int]]:
-        found = (one.encoded for one in encodings(graph, owned(graph), tuple(CODECS), ByBytes(), seen))
+        terms = Terms(ByBytes(), codecs=tuple(CODECS), densities=seen)
+        found = Encode.candidates(graph, owned(graph), terms, ())
         return [(one.codec, one.bytes) for one in found if graph.values[one.value].dtype is torch.int64]
 
     pooled = ("uint16", 2 * 4 * 8 * 16 * 16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
@@ -22,8 +21,8 @@ from support.random_steps import ByBytes, kept_step, no_workspace
 LOSSLESS = tuple(name for name, codec in CODECS.items() if codec.lossless)
 SETS = {
     "recompute": Methods(),
-    "encode": Methods(recompute=False, codecs=LOSSLESS),
-    "encode, lossy": Methods(recompute=False, codecs=tuple(CODECS)),
+    "encode": Methods(frozenset(), codecs=LOSSLESS),
+    "encode, lossy": Methods(frozenset(), codecs=tuple(CODECS)),
     "both": Methods(codecs=LOSSLESS),
     "both, lossy": Methods(codecs=tuple(CODECS)),
 }
@@ -73,7 +72,8 @@ def test_sets_of_methods_come_with_all_that_are_within_them() -> None:
     assert all(
         found.index(few) < found.index(many) for few, many in itertools.permutations(found, 2) if few.within(many)
     )
-    assert dataclasses.replace(Methods(), move=True) in dataclasses.replace(SETS["both"], move=True).narrower()
+    with_tiers = frozenset({"recompute", "offload"})
+    assert Methods(with_tiers) in Methods(with_tiers, LOSSLESS).narrower()
     assert len(MORE) == 7
 
 

@@ -23,12 +23,12 @@ from encore.codecs import CODECS
 from encore.cost import LinkLessons, known_link
 from encore.cost.lessons import STEPS
 from encore.errors import TierError
+from encore.fates import Encode, Link, Offload
 from encore.lower import Transport
 from encore.options import Budget, Options, make_options
 from encore.plan import Methods, Offer, choose, stack_plans
-from encore.plan.decisions import Offload
 from encore.plan.planner import Planner, menu
-from encore.schedule import Choice, Encoded, Link, Load, Offloaded, Store, Wait, replay
+from encore.schedule import Load, Store, Wait, replay
 from encore.tiers import Disk, slot_file
 from support.captured_graphs import captured, drop_gradients, train_step
 from support.lowerings import fused_is_slow
@@ -312,11 +312,11 @@ def test_a_code_on_disk_is_told_with_its_seconds() -> None:
     mask = next(op.writes[0] for op in step.ops if op.forward and op.target is torch.ops.aten.gt.Scalar)
     assert mask is not None
     size = step.values[mask].bytes // 8
-    choice = Choice(encode=frozenset({Encoded(mask, "bits", size)}), offload=frozenset({Offloaded(mask, "disk")}))
-    plan = Planner(kept, no_workspace, ByBytes(), links={"disk": FAST}).given(choice).plan
+    fate = Offload(mask, "disk", Encode(mask, "bits", size), size, FAST)
+    plan = Planner(kept, no_workspace, ByBytes(), links={"disk": FAST}).given(frozenset({fate})).plan
     row = plan.decisions[mask]
-    assert isinstance(row, Offload)
-    assert (row.codec, row.bytes, row.tier) == ("bits", size, "disk")
+    assert row.fate == fate
+    assert (row.fate.code, row.fate.moved, row.held) == ("bits to disk", size, 0)
     assert row.seconds > FAST.lost_seconds(size)
     replay(plan.schedule)
 
@@ -341,7 +341,7 @@ def test_a_saved_plan_moves_the_same_values(tmp_path: Path, lowering: str) -> No
     assert second.planned.moved == first.planned.moved
     torch._dynamo.reset()
     without = encore.compile(Tower(), plan=tmp_path / "plan.json")
-    with pytest.raises(encore.PlanError, match=r"moves tanh.* to 'disk'; say tiers='disk'"):
+    with pytest.raises(encore.PlanError, match=r"moves tanh.* to 'disk'; allow it with tiers='disk'"):
         train_step(without, X)
 
 

@@ -35,7 +35,7 @@ def planned(lowering: str = "eager") -> encore.Report:
 @pytest.mark.parametrize("lowering", ["eager", "fused"])
 def test_a_saved_plan_is_used_again(tmp_path: Path, lowering: str) -> None:
     first = planned(lowering)
-    assert first.plan.graphs[0].recompute
+    assert first.plan.graphs[0].fates["recompute"]
     first.plan.save(tmp_path / "plan.json")
     assert encore.SavedPlan.load(tmp_path / "plan.json") == first.plan
     torch._dynamo.reset()

@@ -68,7 +68,7 @@ def test_blocks_in_outline_are_close_to_the_built_plan() -> None:
     planner = Planner(kept, no_workspace, ByBytes())
     sketch = Sketch(kept.schedule, simulate(kept.schedule), ByBytes(), fused=False)
     outline = sketch.outline(STRATEGIES["blocks"](sketch.graph))
-    built = planner.plan(outline.choice).timeline.step_peak
+    built = planner.plan(outline.fates).timeline.step_peak
     assert built == pytest.approx(outline.peak, rel=0.15)
     assert built < 0.65 * kept.timeline.step_peak
 
@@ -82,8 +82,8 @@ def test_a_copy_that_a_result_is_written_over_takes_no_memory_in_outline() -> No
     sketch = sketched(kept)
     made = [op for op in sketch.graph.ops if op.forward and op.module.endswith(("0.0", "0.1"))]
     outline = sketch.outline(sketch.numbers(value for op in made for value in op.writes if value is not None))
-    assert outline.choice.recompute
-    assert outline.peak == Planner(kept, no_workspace, ByBytes()).plan(outline.choice).timeline.step_peak
+    assert outline.recomputed
+    assert outline.peak == Planner(kept, no_workspace, ByBytes()).plan(outline.fates).timeline.step_peak
 
 
 def test_the_kept_step_in_outline_is_the_kept_step() -> None:

@@ -11,9 +11,10 @@ from torch import nn
 
 import encore
 from encore.cost import Workspaces
+from encore.fates import Stash
+from encore.fates.stash import recurrent
 from encore.graph import verify_graph
-from encore.schedule import Choice, Stashed, carry_out, replay, schedule_step, simulate
-from encore.schedule.stash import recurrent
+from encore.schedule import carry_out, replay, schedule_step, simulate
 from support.captured_graphs import captured, drop_gradients, train_step
 
 pytestmark = pytest.mark.usefixtures("own_layers")
@@ -58,8 +59,7 @@ def test_every_interval_gives_a_legal_step_with_exact_bytes(every: int) -> None:
     graph = captured(Speech("LSTM"), X).unplanned.schedule.graph
     workspace = Workspaces(run=False)
     first, second = recurrent(graph)
-    choice = Choice(stash=frozenset({Stashed(first.output, every), Stashed(second.output, 8)}))
-    less = carry_out(graph, choice, exact=False)
+    less = carry_out(graph, [Stash(first.output, every), Stash(second.output, 8)], exact=False)
     verify_graph(less)
     assert [less.values[value].shape for value in first.residue] == [(0, 128), (6 * (-(-40 // every) - 1), 32)]
     assert [graph.values[value].shape for value in first.residue] == [(240, 128), (240, 32)]
@@ -85,7 +85,7 @@ def test_a_saved_stash_comes_back_and_one_that_cannot_be_is_refused(tmp_path: Pa
     train_step(model, X)
     first = encore.report(model)
     first.plan.save(tmp_path / "plan.json")
-    assert first.plan.graphs[0].stash
+    assert first.plan.graphs[0].fates["stash"]
     torch._dynamo.reset()
     again = encore.compile(Speech("LSTM"), plan=tmp_path / "plan.json")
     train_step(again, X)

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 import encore
 from encore.errors import IllegalGraphError
 from encore.graph import Graph, OpClass, verify_graph
+from encore.graph.editor import Editor
 from encore.graph.values import Ref
 from encore.rewrite import PASSES, Judge
-from encore.rewrite.edit import Editor
 from support.captured_graphs import captured, drop_gradients, train_step
 from support.single_pass import gradients
 

@@ -11,25 +11,24 @@ import torch
 from torch import nn
 
 from encore.codecs import CODECS
+from encore.fates import Encode, Fate, Recompute, code_bytes, owned, recomputable
 from encore.graph import Graph, OpClass, verify_graph
 from encore.lower import lower
-from encore.plan.stand_ins import code_bytes
-from encore.schedule import Choice, Encoded, Fused, Kind, Run, carry_out, fuse, replay, schedule_step, simulate
-from encore.schedule.recompute import owned, recomputable
+from encore.schedule import Fused, Kind, Run, carry_out, fuse, replay, schedule_step, simulate
 from support.captured_graphs import captured, operators
 from support.mask_models import Gated, Pictures
 
 encode_bits, decode_bits = torch.ops.encore.encode_bits, torch.ops.encore.decode_bits
 
 
-def codes_on_offer(graph: Graph) -> list[Encoded]:
+def codes_on_offer(graph: Graph) -> list[Encode]:
     """Every lossless code that some value of the graph could be held as."""
     found = []
     for value in sorted(owned(graph)):
         for codec in CODECS.values():
             size = code_bytes(graph, value, codec) if codec.lossless else None
             if size is not None:
-                found.append(Encoded(value, codec.name, size))
+                found.append(Encode(value, codec.name, size))
     return found
 
 
@@ -60,7 +59,8 @@ def test_any_choice_gives_a_legal_step_with_the_same_gradients(model: nn.Module,
     encode = {one.value: one for one in draw.sample(offered, k=max(1, len(offered) * (seed % 3 + 1) // 3))}
     others = sorted(recomputable(graph) - set(encode))
     again = draw.sample(others, k=len(others) * (seed % 4) // 4)
-    changed = carry_out(graph, Choice(frozenset(again), frozenset(encode.values())), exact=True)
+    fates: list[Fate] = [*map(Recompute, again), *encode.values()]
+    changed = carry_out(graph, fates, exact=True)
     verify_graph(changed)
     schedule = schedule_step(changed)
     gone = {changed.values[value].storage for value in (*encode, *again)}
@@ -75,7 +75,7 @@ def test_any_choice_gives_a_legal_step_with_the_same_gradients(model: nn.Module,
 def one_mask_encoded() -> tuple[Graph, int]:
     graph = captured(Gated(), torch.randn(128, 64)).unplanned.schedule.graph
     first = next(code for code in codes_on_offer(graph) if code.codec == "bits")
-    return carry_out(graph, Choice(encode=frozenset({first})), exact=True), first.value
+    return carry_out(graph, [first], exact=True), first.value
 
 
 def test_a_code_is_made_after_the_last_reader_and_decoded_right_before_the_first() -> None:
@@ -137,7 +137,7 @@ def test_a_value_that_is_read_again_much_later_is_decoded_again() -> None:
     x, weight = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
     graph = captured(step, x, weight).unplanned.schedule.graph
     (mask,) = [one for one in codes_on_offer(graph) if graph.values[one.value].dtype is torch.bool]
-    changed = carry_out(graph, Choice(encode=frozenset({mask})), exact=True)
+    changed = carry_out(graph, [mask], exact=True)
     assert len(operators(changed, encode_bits)) == 1
     assert len(operators(changed, decode_bits)) == 2
     assert all(op.kind is OpClass.CHEAP for op in operators(changed, decode_bits))

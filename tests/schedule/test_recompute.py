@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import encore
+from encore.fates import Recompute, recomputable
 from encore.graph import Graph, OpClass, verify_graph
 from encore.lower import lower
-from encore.schedule import replay, schedule_step, simulate
-from encore.schedule.recompute import recomputable, recompute
+from encore.schedule import carry_out, replay, schedule_step, simulate
 from support.captured_graphs import captured, drop_gradients, named, operators, train_step
 from support.rounding import assert_close, assert_gradients_as_accurate
 
@@ -26,6 +26,10 @@ def gradients_of(graph: Graph, primals: Sequence[Any], tangents: Sequence[Any]) 
     outputs = lowered.forward([primal.detach() for primal in primals])
     saved = list(outputs[len(graph.outputs) :])
     return list(lowered.backward([*saved, *tangents]))
+
+
+def recompute(graph: Graph, values: Iterable[int], *, exact: bool) -> Graph:
+    return carry_out(graph, [Recompute(value) for value in values], exact=exact)
 
 
 class Residual(nn.Module):

@@ -17,20 +17,16 @@ from torch import nn
 
 from encore.codecs import CODECS
 from encore.errors import IllegalGraphError
+from encore.fates import Encode, Fate, Link, Offload, Recompute, code_bytes, fills_its_memory, owned, recomputable
 from encore.graph import Graph, Op, OpClass, Role, Storage, Value, verify_graph
 from encore.graph.tier_ops import StoreTo
 from encore.graph.values import Ref
 from encore.lower import Transport, lower
-from encore.plan.stand_ins import code_bytes, fills_its_memory
 from encore.schedule import (
     Action,
-    Choice,
-    Encoded,
     Free,
     Fused,
-    Link,
     Load,
-    Offloaded,
     Run,
     Schedule,
     Store,
@@ -42,7 +38,6 @@ from encore.schedule import (
     schedule_step,
     simulate,
 )
-from encore.schedule.recompute import owned, recomputable
 from encore.schedule.transfers import Transfer, place_loads, place_stores
 from encore.tiers import Disk
 from support.captured_graphs import captured
@@ -59,19 +54,19 @@ def movable(graph: Graph) -> list[int]:
     return [value for value in sorted(owned(graph)) if fills_its_memory(graph, graph.values[value])]
 
 
-def drawn_choice(graph: Graph, seed: int) -> Choice:
+def drawn_fates(graph: Graph, seed: int) -> list[Fate]:
     """Some values to the disk, some of them as codes, some recomputed."""
     draw = random.Random(seed)
     values = movable(graph)
     moved = draw.sample(values, k=max(1, len(values) * (seed % 3 + 1) // 4))
-    codes = []
+    codes = dict[int, Encode]()
     for value in moved[::2]:
         sizes = {name: code_bytes(graph, value, codec) for name, codec in CODECS.items() if codec.exact_size}
-        lossless = [Encoded(value, name, size) for name, size in sizes.items() if size and CODECS[name].lossless]
-        codes += lossless[:1]
+        lossless = [Encode(value, name, size) for name, size in sizes.items() if size and CODECS[name].lossless]
+        codes.update((value, code) for code in lossless[:1])
     others = sorted(recomputable(graph) - set(moved))
     again = draw.sample(others, k=len(others) * (seed % 4) // 4)
-    return Choice(frozenset(again), frozenset(codes), offload=frozenset(Offloaded(value, "disk") for value in moved))
+    return [*map(Recompute, again), *(Offload(value, "disk", codes.get(value)) for value in moved)]
 
 
 def gradients_of(schedule: Schedule, transport: Transport | None, primals: Sequence[Any]) -> list[Any]:
@@ -99,11 +94,11 @@ def stored_bytes(schedule: Schedule) -> list[int]:
 def test_any_choice_gives_a_legal_step_with_the_same_gradients(tmp_path: Path, model: nn.Module, seed: int) -> None:
     x = torch.randn(32, 16) if isinstance(model, Gated) else torch.randn(2, 3, 16, 16)
     graph = captured(model, x).unplanned.schedule.graph
-    choice = drawn_choice(graph, seed)
-    changed = carry_out(graph, choice, exact=True)
+    fates = drawn_fates(graph, seed)
+    changed = carry_out(graph, fates, exact=True)
     verify_graph(changed)
     together = schedule_step(changed)
-    gone = {changed.values[value].storage for value in choice.gone}
+    gone = {changed.values[fate.value].storage for fate in fates}
     assert not gone.intersection(changed.values[value].storage for value in together.saved)
     peak = simulate(together).step_peak
     link = dataclasses.replace(SLOW, depth=seed + 2)
@@ -238,8 +233,7 @@ def test_loads_keep_to_the_room_and_stall_as_a_second_clock_says(
 
 def one_moved() -> Schedule:
     graph = captured(Gated(2, 16), torch.randn(32, 16)).unplanned.schedule.graph
-    choice = Choice(offload=frozenset({Offloaded(movable(graph)[1], "disk")}))
-    schedule = schedule_step(carry_out(graph, choice, exact=True))
+    schedule = schedule_step(carry_out(graph, [Offload(movable(graph)[1], "disk")], exact=True))
     return place_transfers(schedule, simulate(schedule), a_microsecond, {"disk": SLOW}).schedule
 
 

@@ -17,12 +17,12 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from encore.fates import owners, recomputable
 from encore.graph import Graph, Op, OpClass, Storage, Value
 from encore.graph.values import Ref, map_refs, refs
-from encore.plan.stand_ins import Seconds
+from encore.plan.seconds import ActionSeconds
 from encore.schedule import Schedule
 from encore.schedule.order import free_at_last_use, order_backward
-from encore.schedule.recompute import owners, recomputable
 from encore.schedule.reuse import write_over_dying
 
 Sum = dict[int, float]
@@ -43,7 +43,7 @@ class Optimum:
 class Program:
     """The program of one graph, to be solved for one budget after the other."""
 
-    def __init__(self, graph: Graph, seconds: Seconds) -> None:
+    def __init__(self, graph: Graph, seconds: ActionSeconds) -> None:
         self.graph = graph
         self.owner = owners(graph, forward_only=False)
         self.order, _ = order_backward(graph)

@@ -16,8 +16,8 @@ import encore.cost.links
 import encore.cost.rates
 import encore.cost.seconds
 import encore.rewrite.judge
+from encore.fates import Link
 from encore.measurements import MachineCache
-from encore.schedule import Link
 from encore.tiers import Tier
 
 HALF = 0.5

@@ -42,12 +42,11 @@ from encore.cost.gradient_error import (
     why_unmeasurable,
 )
 from encore.cost.room import step_has_room
+from encore.fates import Encode, Recompute, codes_of, owned
 from encore.plan import Plan, Planner, feature_maps
 from encore.plan.admission import Admitted, LossyCandidate, admit, worst_of
-from encore.plan.stand_ins import codes_of
 from encore.progress import progress
-from encore.schedule import Choice, Encoded, Schedule, carry_out, schedule_step
-from encore.schedule.recompute import owned
+from encore.schedule import Schedule, carry_out, schedule_step
 
 log = logging.getLogger("encore")
 
@@ -149,7 +148,7 @@ class BoundedCodecs:
         beside = 2 * gradient_bytes(planner.graph)
         found = [(planner.kept.timeline.step_peak + beside, frozenset[int]())]
         if found[0][0] > self.limit or not step_has_room(found[0][0], cuda=self._cuda()):
-            plans = ((planner.plan(Choice(values)), values) for values in planner.proposed)
+            plans = ((planner.plan(frozenset(map(Recompute, values))), values) for values in planner.proposed)
             found += [(plan.timeline.step_peak + beside, values) for plan, values in plans]
         within = [one for one in found if one[0] <= self.limit]
         need, values = max(within, key=lambda one: one[0]) if within else min(found, key=lambda one: one[0])
@@ -157,12 +156,10 @@ class BoundedCodecs:
             self.why_none = "there is too little free memory to measure them in"
         return values
 
-    def _encoding(self, base: Collection[int], encode: Collection[Encoded]) -> Schedule:
-        kept = frozenset(base) - {one.value for one in encode}
-        choice = Choice(recompute=kept, encode=frozenset(encode))
-        return schedule_step(
-            carry_out(self.planner.graph, choice, exact=self.planner.exact) if choice else self.planner.graph
-        )
+    def _encoding(self, base: Collection[int], encode: Collection[Encode]) -> Schedule:
+        again = frozenset(base) - {one.value for one in encode}
+        fates = [*map(Recompute, again), *encode]
+        return schedule_step(carry_out(self.planner.graph, fates, exact=self.planner.exact))
 
     # -- layer by layer ----------------------------------------------------------------------------------------------
 
@@ -216,7 +213,7 @@ class BoundedCodecs:
 
     def _price_group(self, base: frozenset[int], group: Mapping[int, list[tuple[Codec, int]]]) -> None:
         chosen = {value: _probe(codes) for value, codes in group.items()}
-        schedule = self._encoding(base, [Encoded(value, codec.name, size) for value, (codec, size) in chosen.items()])
+        schedule = self._encoding(base, [Encode(value, codec.name, size) for value, (codec, size) in chosen.items()])
         noise: dict[int, dict[str, float]] = {}
         watches = {}
         for op in schedule.graph.ops:
@@ -268,7 +265,7 @@ class BoundedCodecs:
         encode = []
         for name, one in worst_of(self.candidates, admitted).items():
             lossy = codes_of(graph, numbers[name], (one.codec,), self.planner.densities)
-            encode += [Encoded(numbers[name], codec.name, size) for codec, size in lossy]
+            encode += [Encode(numbers[name], codec.name, size) for codec, size in lossy]
         lossy_gradients = self._run(self._encoding(base, encode), exact=False)
         return gradient_error(graph, self.exact, lossy_gradients).relative
 

@@ -125,10 +125,10 @@ class Forms:
         if form is None:
             raise PlanError(f"the plan takes heads in {plan.slices} slices, and this graph has none; plan anew")
         captured, options = self.unplanned.schedule.graph, self.captured.options
-        choice = plan.choice(
-            captured, form.graph, lossy=options.lossy.codecs, tiers=self.first.links, made_here=made_here
+        fates = plan.fates_in(
+            captured, form.graph, lossy=options.lossy.codecs, links=self.first.links, made_here=made_here
         )
-        return forms, form.given(choice)
+        return forms, form.given(fates)
 
 
 def _planner(captured: Captured, kept: Plan, reference: Planner | None = None) -> Planner:

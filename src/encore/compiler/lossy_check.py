@@ -151,7 +151,7 @@ class LossyCheck:
 
 
 def has_lossy_codes(plan: Plan) -> bool:
-    return any(lossy_codec(op) is not None for op in plan.schedule.graph.ops) if plan.choice.encode else False
+    return any(lossy_codec(op) is not None for op in plan.schedule.graph.ops) if plan.encodings else False
 
 
 def _places(tensors: Sequence[Any]) -> tuple[int, ...]:

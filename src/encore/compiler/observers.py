@@ -46,7 +46,7 @@ def link_lessons(captured: Captured, plan: Plan) -> LinkLessons | None:
     slows it down, it uses one tier, and its seconds are those of a processor."""
     session = captured.session
     alone = captured.runs and not session.checks and not captured.break_reason and not captured.number
-    used = {one.tier for one in plan.choice.offload}
+    used = plan.tiers
     if not alone or len(used) != 1 or any(storage.device != "cpu" for storage in plan.schedule.graph.storages):
         return None
     (name,) = used

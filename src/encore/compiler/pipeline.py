@@ -37,6 +37,7 @@ from encore.compiler.watch import watches
 from encore.cost import densities, may_be_narrow, may_be_sparse, time_kernels
 from encore.cost.gradient_error import GradientError
 from encore.errors import BudgetError, CheckError, IllegalGraphError
+from encore.fates import Recompute, recomputable
 from encore.graph import verify_graph
 from encore.lower import lower
 from encore.plan import (
@@ -54,8 +55,7 @@ from encore.plan import (
     worth_having,
 )
 from encore.plan.saved import fingerprint
-from encore.schedule import Choice, Schedule, replay
-from encore.schedule.recompute import made_by, recomputable
+from encore.schedule import Schedule, replay
 from encore.units import bytes_text
 
 UNKNOWN_MAPS = 0.05
@@ -190,7 +190,9 @@ def search_plans(candidates: Candidates) -> Candidates:
 
 def _checkpointed(planner: Planner, as_it_is: Offer, by_hand: Collection[str]) -> Offer:
     """What `torch.utils.checkpoint` in the model recomputes, unless that takes more than keeping everything."""
-    obeyed = planner.given(Choice(made_by(planner.graph, by_hand) & recomputable(planner.graph)))
+    ops = (op for op in planner.graph.ops if op.forward and op.name in by_hand)
+    made = recomputable(planner.graph).intersection(value for op in ops for value in op.writes if value is not None)
+    obeyed = planner.given(frozenset(map(Recompute, made)))
     return min(obeyed, as_it_is, key=lambda offer: offer.plan.timeline.step_peak)
 
 
@@ -261,7 +263,7 @@ def choose_candidate(candidates: Candidates) -> Chosen:
     with collector_paused():
         offer = choose(candidates.offers, options, unplanned=forms.unplanned, earlier=forms.captured.earlier)
     bounded, plan = candidates.bounded, offer.separate
-    if bounded is None or all(CODECS[one.codec].lossless for one in plan.choice.encode):
+    if bounded is None or all(fate.lossless for fate in plan.fates):
         return Chosen(offer)
     found = bounded.error_of(plan)
     if found is not None and found.relative <= bounded.bound:
@@ -299,7 +301,7 @@ def fuse_candidate(candidates: Candidates, offer: Offer) -> FusedPlan:
     plan = dataclasses.replace(found.plan, overhead=offer.plan.overhead)
     if several:
         time_kernels(captured.session.seconds, kernels_of(plan.schedule), found.kernels)
-    if several or plan.choice.offload:
+    if several or plan.tiers:
         plan = planner.timed(plan)
     return dataclasses.replace(found, plan=plan)
 
@@ -335,7 +337,7 @@ def lower_plan(fitting: Fitting, unplanned: Plan, clock: StageClock) -> Variant:
     # An estimate compiles no kernels: it runs the operators, on tensors without memory.
     runs = plan.schedule if captured.runs else _in_saving_order(captured, forms.first.kept.schedule)
     watching = watches(plan) if captured.runs else {}
-    transports = session.transports if plan.choice.offload and captured.runs else {}
+    transports = session.transports if plan.tiers and captured.runs else {}
     if session.checks:
         _replay(captured, plan)
     name = captured.name.replace(" ", "_")

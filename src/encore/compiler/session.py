@@ -21,10 +21,10 @@ from encore.compiler.bypass import BypassWatch
 from encore.compiler.lossy_check import LossyCheck
 from encore.compiler.watch import CodeWatch
 from encore.cost import LinkLessons, Seconds, Workspaces, assumed_link, known_link, link_to
+from encore.fates import Link
 from encore.lower import Transport
 from encore.options import Options, tier_name
 from encore.plan import Offer, Plan
-from encore.schedule import Link
 from encore.tiers import FOR_STEPS, Tier
 from encore.tiers.disk import default_folder
 

@@ -69,7 +69,7 @@ class CodeWatch:
 def watches(plan: Plan) -> dict[int, CodeWatch]:
     """By forward operator: a watch on every code of a plan that can surprise."""
     graph = plan.schedule.graph
-    codes = {one.value: one for one in plan.choice.encode}
+    codes = {one.value: one for one in plan.encodings}
     found: dict[int, CodeWatch] = {}
     for op in graph.ops if codes else ():
         one = codes.get(op.reads[0]) if op.forward and op.reads else None

@@ -13,7 +13,7 @@ import statistics
 import time
 
 from encore.cost.links import SLOWEST, keep_link
-from encore.schedule import Link
+from encore.fates import Link
 from encore.tiers import Tier
 
 STEPS = 3

@@ -17,8 +17,8 @@ import torch
 from encore.cost.allocator import profiler_is_running
 from encore.cost.rates import is_duration
 from encore.cost.timing import seconds_of
+from encore.fates import Link
 from encore.measurements import machine_cache
-from encore.schedule import Link
 from encore.tiers import Parcel, Tier
 
 DISK_BYTES_A_SECOND = 5e8

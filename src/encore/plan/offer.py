@@ -6,8 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
+from encore.plan.methods import Methods
 from encore.plan.plan import Plan
-from encore.plan.stand_ins import Methods
 
 Fuse = Callable[[Plan], Plan]
 LEAST_GAIN = 0.02

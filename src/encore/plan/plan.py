@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from encore.fates import Decision, Encode, Fate, Keep
 from encore.graph import Graph
-from encore.plan.decisions import Decision, Keep
-from encore.schedule import KEEP_EVERYTHING, Choice, Schedule, Timeline, schedule_step, simulate
+from encore.schedule import Schedule, Timeline, schedule_step, simulate
 from encore.schedule.simulate import Workspace
+
+NOTHING_TO_GAIN = "nothing to gain: the step fits as it is"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,18 @@ class Plan:
     """Seconds, of those predicted, that the step stands still for transfers from and to tiers."""
     moved: int = 0
     """Bytes that a step puts into tiers."""
-    choice: Choice = KEEP_EVERYTHING
-    """What forward lets go, and how backward has it again."""
+    fates: frozenset[Fate] = frozenset()
+    """What becomes of the values that are not kept as they are."""
+
+    @property
+    def encodings(self) -> list[Encode]:
+        """The codes that it makes, those that move to a tier included."""
+        return [one for fate in self.fates if (one := fate.encoding) is not None]
+
+    @property
+    def tiers(self) -> set[str]:
+        """The tiers that it uses."""
+        return {fate.tier for fate in self.fates if fate.tier}
 
 
 def keep_everything(graph: Graph, workspace: Workspace, *, outputs_outlive: bool = True) -> Plan:
@@ -40,7 +52,10 @@ def keep_everything(graph: Graph, workspace: Workspace, *, outputs_outlive: bool
     schedule = schedule_step(graph)
     return Plan(
         name="keep everything",
-        decisions={value: Keep() for value in feature_maps(schedule)},
+        decisions={
+            value: Decision(Keep(value), NOTHING_TO_GAIN, held=graph.bytes_of(value))
+            for value in feature_maps(schedule)
+        },
         schedule=schedule,
         timeline=simulate(schedule, workspace, outputs_outlive=outputs_outlive),
     )

@@ -13,32 +13,20 @@ import fnmatch
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from encore.codecs import CODECS, Codec, Densities
+from encore.codecs import Densities
+from encore.fates import KINDS, Decision, Encode, Fate, Keep, Link, Offload, Recompute, Terms
+from encore.fates.encode import LEAST_BYTES
 from encore.graph import Graph
-from encore.graph.tier_ops import LoadFrom, StoreTo
 from encore.plan.admission import Admitted
-from encore.plan.decisions import Decision, Encode, Keep, Offload, Recompute, Stash
+from encore.plan.methods import Methods
 from encore.plan.offer import Fuse, Offer, by_methods, worth_having
 from encore.plan.plan import Plan, feature_maps
 from encore.plan.search import EVALUATED_OPS, MOST_OUTLINES, SMALLEST, Search
+from encore.plan.seconds import ActionSeconds, step_seconds
 from encore.plan.sketch import Outline, Sketch
-from encore.plan.stand_ins import LEAST_BYTES, Methods, Seconds, StandIn, encodings, offloads, stashes
 from encore.plan.strategies import STRATEGIES
-from encore.schedule import (
-    KEEP_EVERYTHING,
-    Choice,
-    Fused,
-    Link,
-    Run,
-    Schedule,
-    Stashed,
-    carry_out,
-    place_transfers,
-    schedule_step,
-    simulate,
-)
+from encore.schedule import CarriedOut, Schedule, carry_out_fates, place_transfers, schedule_step, simulate
 from encore.schedule.simulate import Workspace
-from encore.schedule.stash import keep_less, recurrent
 
 SMALL_GRAPH = 80
 """Operators up to which plans are built before they are offered: an outline of so few may be off by a feature map."""
@@ -46,8 +34,8 @@ MOST_BUILT = 60
 """Plans of a small graph that are built: a millisecond each."""
 FAR = 1.4
 """How far the outline of a small graph may be off."""
-ENCODERS = frozenset(codec.encode for codec in CODECS.values())
-DECODERS = frozenset(codec.decode for codec in CODECS.values())
+KEPT = "keeping it does not set the peak, or recomputing it costs more"
+KEPT_INSTEAD = "kept instead of what is recomputed from it"
 
 
 class Planner:
@@ -57,7 +45,7 @@ class Planner:
         self,
         kept: Plan,
         workspace: Workspace,
-        seconds: Seconds,
+        seconds: ActionSeconds,
         *,
         fuse: Fuse | None = None,
         exact: bool = True,
@@ -116,14 +104,15 @@ class Planner:
     def offers(self) -> list[Offer]:
         """From the fastest, which keeps everything, to the smallest."""
         build = self.fuse is None and len(self.graph.ops) <= SMALL_GRAPH
-        offers: dict[tuple[Choice, int, float] | Choice, Offer] = {}
+        offers: dict[object, Offer] = {}
         for methods, search in self._searches():
             found = spread(search.within_reach(FAR), MOST_BUILT) if build else search.pareto()
             for outline in found:
-                if outline.choice:
-                    key = outline.choice if build else (outline.choice, outline.peak, outline.seconds)
+                fates = outline.fates
+                if fates:
+                    key = fates if build else (fates, outline.peak, outline.seconds)
                     if key not in offers:
-                        offers[key] = self.given(outline.choice) if build else self._offer(outline)
+                        offers[key] = self.given(fates) if build else self._offer(outline)
                     offers[key].found_with.add(methods)
         return [self.as_it_is(), *offers.values()]
 
@@ -134,9 +123,12 @@ class Planner:
         )
         large = len(self.graph.ops) * MOST_OUTLINES > EVALUATED_OPS
         done: list[tuple[Methods, Search]] = []
-        for methods in dataclasses.replace(self.methods, move=bool(self.links)).narrower():
-            sketch = whole.for_choices(recompute=methods.recompute)
-            sketch.put_on_offer(self.stand_ins(sketch.candidates - self.frozen, methods))
+        allowed = dataclasses.replace(
+            self.methods, kinds=self.methods.kinds.union([Offload.kind] if self.links else ())
+        )
+        for methods in allowed.narrower():
+            sketch = whole.for_choices(recompute=Recompute.kind in methods.kinds)
+            sketch.add_candidates(self.candidates(sketch.open_values - self.frozen, methods))
             narrower = [search for other, search in done if other.within(methods)]
             if not sketch.offers_more_than(search.sketch for search in narrower):
                 continue
@@ -151,47 +143,49 @@ class Planner:
         """By strategies."""
         return [strategy(self.graph) for strategy in STRATEGIES.values()]
 
-    def stand_ins(self, values: Collection[int], methods: Methods) -> list[StandIn]:
-        """What may be held in the place of these values."""
-        codes = encodings(self.graph, values, methods.codecs, self.seconds, self.densities, self.admitted)
-        found: list[StandIn] = [*codes]
-        if methods.stash and not self.exact:
-            found += stashes(self.graph, values, self.seconds, self.workspace)
-        return [*found, *offloads(self.graph, values, self.links, codes)] if methods.move else found
+    def candidates(self, values: Collection[int], methods: Methods) -> list[Fate]:
+        """The fates that are worth trying for these values."""
+        known = self.densities, self.admitted, self.links, self.exact
+        terms = Terms(self.seconds, self.workspace, methods.codecs, *known)
+        found: list[Fate] = []
+        for name, kind in KINDS.items():
+            if name in methods.kinds or name == Encode.kind:
+                found += kind.candidates(self.graph, values, terms, found)
+        return found
 
     def as_it_is(self) -> Offer:
         """Keeping everything."""
         if self.reference is self:
             return Offer(self.runs.timeline.step_peak, 0.0, build=lambda: self.kept, fuse=lambda plan: self.runs)
-        return self.offer(KEEP_EVERYTHING, self.runs.timeline.step_peak, self._overhead(self.kept_seconds))
+        return self.offer(frozenset(), self.runs.timeline.step_peak, self._overhead(self.kept_seconds))
 
     def _offer(self, outline: Outline) -> Offer:
-        return self.offer(outline.choice, outline.peak, self._overhead(self.kept_seconds + outline.seconds))
+        return self.offer(outline.fates, outline.peak, self._overhead(self.kept_seconds + outline.seconds))
 
     def _overhead(self, seconds: float) -> float:
         return max(0.0, seconds / self.reference.kept_seconds - 1)
 
-    def given(self, choice: Choice) -> Offer:
-        """A plan that somebody else has made."""
-        plan = self._fuse_and_time(self.plan(choice))
-        return self.offer(choice, plan.timeline.step_peak, self._overhead(plan.seconds or self.kept_seconds))
+    def given(self, fates: frozenset[Fate]) -> Offer:
+        """A plan that was made elsewhere."""
+        plan = self._fuse_and_time(self.plan(fates))
+        return self.offer(fates, plan.timeline.step_peak, self._overhead(plan.seconds or self.kept_seconds))
 
-    def offer(self, choice: Choice, step_peak: int, overhead: float) -> Offer:
-        """The plan that carries out this choice."""
-        return Offer(step_peak, overhead, build=lambda: self.plan(choice), fuse=self._fuse_and_time)
+    def offer(self, fates: frozenset[Fate], step_peak: int, overhead: float) -> Offer:
+        """The plan that carries out these fates."""
+        return Offer(step_peak, overhead, build=lambda: self.plan(fates), fuse=self._fuse_and_time)
 
-    def plan(self, choice: Choice) -> Plan:
-        """The plan that carries out this choice, as separate operators."""
-        if not choice:
+    def plan(self, fates: frozenset[Fate]) -> Plan:
+        """The plan that carries out these fates, as separate operators."""
+        if not fates:
             return self.kept
-        graph = carry_out(self.graph, choice, exact=self.exact)
-        schedule = schedule_step(graph)
+        carried_out = carry_out_fates(self.graph, fates, exact=self.exact)
+        schedule = schedule_step(carried_out.graph)
         plan = Plan(
-            name=_name(choice),
-            decisions=self._decisions(schedule, choice),
+            name=_name(fates),
+            decisions=self._decisions(schedule, fates, carried_out),
             schedule=schedule,
             timeline=simulate(schedule, self.workspace, outputs_outlive=self.kept.timeline.outputs_outlive),
-            choice=choice,
+            fates=fates,
             slices=self.kept.slices,
             lean=self.kept.lean,
         )
@@ -201,8 +195,8 @@ class Planner:
         return plan if self.fuse is None else self.timed(self.fuse(plan))
 
     def timed(self, plan: Plan) -> Plan:
-        """A plan with its seconds, its transfers beside its operators."""
-        if not plan.choice.offload:
+        """A plan with its seconds, its transfers during its operators."""
+        if not plan.tiers:
             return dataclasses.replace(plan, seconds=step_seconds(plan.schedule, self.seconds))
         placed = place_transfers(plan.schedule, plan.timeline, self.seconds, self.links)
         timeline = simulate(placed.schedule, self.workspace, outputs_outlive=plan.timeline.outputs_outlive)
@@ -216,76 +210,25 @@ class Planner:
             moved=placed.moved,
         )
 
-    def _decisions(self, schedule: Schedule, choice: Choice) -> Mapping[int, Decision]:
+    def _decisions(self, schedule: Schedule, fates: frozenset[Fate], carried_out: CarriedOut) -> Mapping[int, Decision]:
         graph, before = schedule.graph, self.kept.decisions
-        encoded = self._encoded(graph, choice)
-        decided = {**encoded, **self._stashed(graph, choice), **self._offloaded(graph, choice, encoded)}
-        standing = {
-            op.writes[0]
-            for op in graph.ops
-            if op.forward and (isinstance(op.target, StoreTo) or (choice.encode and op.target in ENCODERS))
-        }
-        saved = {value for value in feature_maps(schedule) if value not in standing}
+        decided: dict[int, Decision] = {}
+        for fate in sorted(fates, key=lambda fate: fate.value):
+            ops = carried_out.ops.get(fate.value, ())
+            decided.update(fate.decisions(self.graph, graph, ops, self.seconds))
+        instead = {op.writes[0] for ops in carried_out.ops.values() for op in ops if op.forward}
+        saved = {value for value in feature_maps(schedule) if value not in instead}
         decisions: dict[int, Decision] = {}
         for value in dict.fromkeys((*before, *sorted(decided), *sorted(saved))):
             if value in decided:
                 decisions[value] = decided[value]
             elif value not in saved:
-                maker = self.graph.producer(value)
-                cost = 0.0 if maker is None else self.seconds(self.graph, maker)
-                decisions[value] = Recompute("cheaper to compute again than to hold", cost)
-            elif value in before:
-                decisions[value] = Keep("holding it does not set the peak, or making it again costs more")
+                maker, again = self.graph.producer(value), Recompute(value)
+                decisions[value] = Decision(again, again.why, 0.0 if maker is None else self.seconds(self.graph, maker))
             else:
-                decisions[value] = Keep("kept instead of what is computed again from it")
+                why = KEPT if value in before else KEPT_INSTEAD
+                decisions[value] = Decision(Keep(value), why, held=graph.bytes_of(value))
         return decisions
-
-    def _encoded(self, graph: Graph, choice: Choice) -> dict[int, Decision]:
-        """What is held as a code, with the seconds that its operators take."""
-        spent: dict[int, float] = {}
-        of_code: dict[int | None, int] = {}  # of a code, of its token on a tier, and of what comes back for that
-        for op in graph.ops if choice.encode else ():
-            if op.forward and op.target in ENCODERS:
-                of_code[op.writes[0]] = op.reads[0]
-                spent[op.reads[0]] = self.seconds(graph, op)
-            elif isinstance(op.target, StoreTo | LoadFrom) and op.reads[0] in of_code:
-                of_code[op.writes[0]] = of_code[op.reads[0]]
-            elif op.again and op.target in DECODERS:
-                spent[of_code[op.reads[0]]] += self.seconds(graph, op)
-        asked = (one for one in choice.encode if one.value in spent)
-        return {one.value: _encode(CODECS[one.codec], one.bytes, spent[one.value]) for one in asked}
-
-    def _offloaded(self, graph: Graph, choice: Choice, encoded: Mapping[int, Decision]) -> dict[int, Decision]:
-        """What goes to a tier, as it is or as a code."""
-        found: dict[int, Decision] = {}
-        stored = {op.reads[0] for op in graph.ops if op.forward and isinstance(op.target, StoreTo)}
-        for value, tier in choice.offload:
-            code = encoded.get(value)
-            if code is None and value not in stored:
-                continue  # nobody asks for it
-            size, seconds, codec, lossless = graph.bytes_of(value), 0.0, "", True
-            if isinstance(code, Encode):
-                size, seconds, codec, lossless = code.bytes, code.seconds, code.codec, code.lossless
-            seconds += self.links[tier].lost_seconds(size)
-            found[value] = Offload(tier, size, "moves while others compute", seconds, codec, lossless)
-        return found
-
-    def _stashed(self, graph: Graph, choice: Choice) -> dict[int, Decision]:
-        """What recurrent operators do not keep."""
-        every = {one.output: one.every for one in choice.stash}
-        found: dict[int, Decision] = {}
-        for one in recurrent(self.graph) if every else ():
-            steps = every.get(one.output)
-            if steps is not None:
-                lean = keep_less(self.graph, [Stashed(one.output, steps)])
-                ops = (one.forward, one.backward)
-                cost = sum(self.seconds(lean, lean.ops[op.id]) - self.seconds(self.graph, op) for op in ops)
-                for value in one.residue:
-                    kept = graph.bytes_of(value)
-                    why = f"kept every {steps} steps" if kept else "built again in backward from the outputs"
-                    whole = self.graph.bytes_of(value), self.graph.values[value].shape
-                    found[value] = Stash(steps, kept, whole, why, max(0.0, cost) / len(one.residue))
-        return found
 
 
 def spread(outlines: Sequence[Outline], most: int) -> list[Outline]:
@@ -301,31 +244,10 @@ def menu(planners: Sequence[Planner]) -> list[Offer]:
     return [as_it_is, *sorted(set(worth) - {as_it_is}, key=lambda offer: (offer.overhead, offer.step_peak))]
 
 
-def _encode(codec: Codec, size: int, seconds: float) -> Encode:
-    return Encode(codec.name, size, codec.what, seconds, codec.lossless)
-
-
-def _name(choice: Choice) -> str:
+def _name(fates: Collection[Fate]) -> str:
     """What a plan does, in a word or three."""
-    parts = {
-        "recompute": choice.recompute,
-        "encode": choice.encode,
-        "stash": choice.stash,
-        "offload": choice.offload,
-    }
-    return " and ".join(name for name, part in parts.items() if part)
-
-
-def step_seconds(schedule: Schedule, seconds: Seconds) -> float:
-    """What a step takes: the sum of its operators and kernels."""
-    graph = schedule.graph
-    total = 0.0
-    for action in (*schedule.forward, *schedule.backward):
-        if isinstance(action, Run):
-            total += seconds(graph, graph.ops[action.op], action.over)
-        elif isinstance(action, Fused):
-            total += seconds(graph, action)
-    return total
+    kinds = {one.kind for fate in fates for one in (fate, *fate.also)}
+    return " and ".join(name for name in KINDS if name in kinds)
 
 
 def _matching(graph: Graph, patterns: Collection[str]) -> frozenset[int]:

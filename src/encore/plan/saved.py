@@ -8,25 +8,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import itertools
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from encore.codecs import CODECS
 from encore.errors import PlanError, listed
+from encore.fates import KINDS, Fate, Given, Link
 from encore.graph import Graph
 from encore.plan.plan import Plan
-from encore.plan.stand_ins import can_move, code_bytes
-from encore.schedule import Choice, Encoded, Offloaded, Stashed
-from encore.schedule.recompute import owned, recomputable
-from encore.schedule.stash import recurrent
 from encore.whole_files import write_whole
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 LOWERINGS = ("fused", "eager")
 """How a schedule can run; a plan belongs to one of them."""
@@ -36,35 +30,11 @@ READ = (1, 2, VERSION)
 SHOWN_LINES, SHOWN_LETTERS = 8, 80
 MOST, MOST_SLICES, MOST_BYTES = 2**63 - 1, 2**16, 1 << 28
 """Of a number in a plan, of slices, and of a file: more than any plan has."""
-SMALL_CODE = 4096
-"""A code may be larger than its value by its header and padding."""
 HOW_TO_SAVE = "save one with encore.report(model).plan.save(path)"
 
 
-@dataclass(frozen=True)
-class SavedCode:
-    """A value that is held as a code."""
-
-    value: str
-    codec: str
-    bytes: int
-    """What the code may take."""
-
-
-@dataclass(frozen=True)
-class SavedStash:
-    """A recurrent operator that keeps a state every so many steps, and no gates."""
-
-    operator: str
-    every: int
-
-
-@dataclass(frozen=True)
-class SavedOffload:
-    """A value that goes to a tier, as its code where it is encoded."""
-
-    value: str
-    tier: str
+Entry = str | Mapping[str, Any]
+"""A value and its fate in a plan file: the value's name, or an object with the fields of the fate."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +43,10 @@ class GraphPlan:
 
     operators: tuple[str, ...]
     """The captured graph, a line an operator: what a plan is checked against."""
-    recompute: tuple[str, ...]
-    """Values that backward makes again, by name."""
+    fates: Mapping[str, Sequence[Entry]] = field(default_factory=dict)
+    """What becomes of values that are not kept as they are, by kind."""
     slices: int = 1
     """Parts that large heads are taken in."""
-    encode: tuple[SavedCode, ...] = ()
-    stash: tuple[SavedStash, ...] = ()
-    offload: tuple[SavedOffload, ...] = ()
     gradients_of: tuple[str, ...] | None = None
     """The tangents that backward is planned for, by name; None for all."""
     lean: bool = False
@@ -87,16 +54,15 @@ class GraphPlan:
 
     @classmethod
     def of(cls, captured: Graph, plan: Plan) -> GraphPlan:
-        graph, choice = plan.schedule.graph, plan.choice
+        graph = plan.schedule.graph
+        entries: dict[str, list[Entry]] = {kind: [] for kind in KINDS}
+        for fate in sorted(plan.fates, key=lambda fate: fate.value):
+            for one in (fate, *fate.also):
+                entries[one.kind].append(_entry(graph, one))
         return cls(
             operators=describe(captured),
-            recompute=tuple(graph.values[value].name for value in sorted(choice.recompute)),
+            fates={kind: tuple(found) for kind, found in entries.items()},
             slices=plan.slices,
-            encode=tuple(
-                SavedCode(graph.values[one.value].name, one.codec, one.bytes) for one in sorted(choice.encode)
-            ),
-            stash=tuple(SavedStash(graph.values[one.output].name, one.every) for one in sorted(choice.stash)),
-            offload=tuple(SavedOffload(graph.values[one.value].name, one.tier) for one in sorted(choice.offload)),
             gradients_of=tuple(captured.values[value].name for value in captured.tangents),
             lean=plan.lean,
         )
@@ -106,8 +72,13 @@ class GraphPlan:
         """A name for the graph it belongs to."""
         return _digest(self.operators)
 
+    def as_data(self) -> dict[str, Any]:
+        """What its JSON has."""
+        data = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return {"operators": data.pop("operators"), **data.pop("fates"), **data}
+
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(self.as_data())
 
     @classmethod
     def from_json(cls, text: str) -> GraphPlan:
@@ -115,40 +86,30 @@ class GraphPlan:
         return cls.parse(json.loads(text), "the plan")
 
     @classmethod
-    def parse(cls, told: Any, where: str) -> GraphPlan:
+    def parse(cls, data: Any, where: str) -> GraphPlan:
         """Check and read the fields of one graph's plan."""
-        read = Fields(told, where, cls)
-        gradients_of = None if told.get("gradients_of") is None else read.names("gradients_of")
+        read = Fields(data, where, {"operators", *KINDS, "slices", "gradients_of", "lean"})
+        gradients_of = None if data.get("gradients_of") is None else read.names("gradients_of")
         return cls(
             operators=read.names("operators"),
-            recompute=read.names("recompute"),
+            fates={name: read.entries(kind) for name, kind in KINDS.items()},
             slices=read.count("slices", least=1, most=MOST_SLICES),
-            encode=tuple(
-                SavedCode(one.name("value"), one.name("codec"), one.count("bytes", least=1))
-                for one in read.each("encode", SavedCode)
-            ),
-            stash=tuple(
-                SavedStash(one.name("operator"), one.count("every", least=1)) for one in read.each("stash", SavedStash)
-            ),
-            offload=tuple(
-                SavedOffload(one.name("value"), one.name("tier")) for one in read.each("offload", SavedOffload)
-            ),
             gradients_of=gradients_of,
-            lean=read.flag("lean") if "lean" in told else False,
+            lean=read.flag("lean") if "lean" in data else False,
         )
 
-    def choice(
+    def fates_in(
         self,
         captured: Graph,
         rewritten: Graph,
         *,
         lossy: Collection[str] = (),
-        tiers: Collection[str] = (),
+        links: Mapping[str, Link] | None = None,
         made_here: bool = False,
-    ) -> Choice:
-        """What this plan does with the values of a graph; raises `PlanError` if it was made for another graph, or does
-        something that cannot be done. Values that a rewrite has taken away have nothing left to decide. A plan of
-        another process of the same run (`made_here`) may name values of rewrites that this process did without."""
+    ) -> frozenset[Fate]:
+        """The fates of the values of a graph; raises `PlanError` if the plan was made for another graph, or does
+        something that cannot be done. Values that a rewrite has removed are left out. A plan of another process of the
+        same run (`made_here`) may name values of rewrites that this process did without."""
         found = describe(captured)
         if found != self.operators:
             raise PlanError(_difference(self.operators, found))
@@ -160,95 +121,61 @@ class GraphPlan:
             tangents = {captured.values[value].name for value in captured.tangents}
             self._check_names({value.name for value in captured.values}.union(numbers), tangents)
         self._check_values(rewritten, numbers)
-        return Choice(
-            recompute=frozenset(numbers[name] for name in self.recompute if name in numbers),
-            encode=frozenset(
-                _encoded(rewritten, numbers[one.value], one, lossy) for one in self.encode if one.value in numbers
-            ),
-            stash=frozenset(_stashed(rewritten, one) for one in self.stash if one.operator in numbers),
-            offload=frozenset(
-                _offloaded(rewritten, numbers[one.value], one, tiers) for one in self.offload if one.value in numbers
-            ),
-        )
+        fates: dict[tuple[bool, int], Fate] = {}
+        for name, kind in KINDS.items():
+            for entry in self.fates.get(name, ()):
+                value = numbers.get(_subject(kind, entry))
+                if value is not None:
+                    given = Given(lossy, links or {}, fates.get((kind.in_place, value)))
+                    fields = entry if isinstance(entry, Mapping) else {}
+                    fates[kind.in_place, value] = kind.read(rewritten, value, fields, given)
+        return frozenset(fates.values())
 
     def _named(self) -> dict[str, list[str]]:
         """The values that are decided on, by what becomes of them."""
-        return {
-            "recompute": list(self.recompute),
-            "encode": [one.value for one in self.encode],
-            "stash": [one.operator for one in self.stash],
-            "offload": [one.value for one in self.offload],
-        }
+        return {name: [_subject(kind, one) for one in self.fates.get(name, ())] for name, kind in KINDS.items()}
 
     def _check_names(self, known: Collection[str], tangents: Collection[str]) -> None:
         named = {**self._named(), "gradients_of": list(self.gradients_of or ())}
-        for field, names in named.items():
-            unknown = sorted(set(names).difference(tangents if field == "gradients_of" else known))
+        for kind, names in named.items():
+            unknown = sorted(set(names).difference(tangents if kind == "gradients_of" else known))
             if unknown:
                 raise PlanError(
-                    f"the plan names {listed(unknown[:SHOWN_LINES])} in {field!r}, which the graph does not have: it "
+                    f"the plan names {listed(unknown[:SHOWN_LINES])} in {kind!r}, which the graph does not have: it "
                     "was changed by hand, or made with other passes (skip=) or on another machine; plan anew"
                 )
 
     def _check_values(self, graph: Graph, numbers: Mapping[str, int]) -> None:
-        """What forward lets go must be its own, and come back in one way."""
+        """Every value has one fate, of a kind that it can have."""
         named = self._named()
         twice = [name for names in named.values() for name, count in Counter(names).items() if count > 1]
-        twice += sorted(set(named["recompute"]).intersection((*named["encode"], *named["offload"])))
+        restored = [kind for kind in KINDS.values() if not kind.in_place]
+        for one, other in itertools.combinations(restored, 2):
+            if one.kind not in other.joins and other.kind not in one.joins:
+                twice += sorted(set(named[one.kind]).intersection(named[other.kind]))
         if twice:
             raise PlanError(f"the plan decides twice on {listed(twice[:SHOWN_LINES])}; keep one decision, or plan anew")
-        ours = owned(graph)
-        may = {"recompute": recomputable(graph), "encode": ours, "offload": ours}
-        for field, values in may.items():
-            wrong = [name for name in named[field] if name in numbers and numbers[name] not in values]
+        for name, kind in KINDS.items():
+            allowed = kind.allowed_values(graph)
+            wrong = [one for one in named[name] if one in numbers and numbers[one] not in allowed]
             if wrong:
                 raise PlanError(
-                    f"the plan has {listed(wrong[:SHOWN_LINES])} in {field!r}, which cannot be done: a value of "
+                    f"the plan has {listed(wrong[:SHOWN_LINES])} in {name!r}, which cannot be done: a value of "
                     "backward, an output, a view, or an operator that must run once; remove it there, or plan anew"
                 )
 
 
-def _encoded(graph: Graph, value: int, told: SavedCode, lossy: Collection[str]) -> Encoded:
-    codec = CODECS.get(told.codec)
-    if codec is None:
-        raise PlanError(
-            f"the plan holds {told.value} as {told.codec!r}, which this Encore does not know; it has {listed(CODECS)}. "
-            "Plan anew"
-        )
-    if not codec.lossless and told.codec not in lossy:
-        raise PlanError(
-            f"the plan holds {told.value} as {told.codec!r}, which loses something; say lossy={told.codec!r} if that "
-            "is meant, or plan anew"
-        )
-    size = code_bytes(graph, value, codec, told.bytes)
-    if size is None:
-        it = graph.values[value]
-        raise PlanError(f"{told.codec!r} cannot hold {told.value} ({it.dtype}, {list(it.shape)}); plan anew")
-    if size > 2 * graph.values[value].bytes + SMALL_CODE:
-        raise PlanError(
-            f"the plan has {told.bytes} bytes for the code of {told.value}, which takes {graph.values[value].bytes} "
-            "itself; plan anew"
-        )
-    return Encoded(value, told.codec, size)
+def _entry(graph: Graph, fate: Fate) -> Entry:
+    name = graph.values[fate.value].name
+    if not fate.fields:
+        return name
+    subject, *others = fate.fields
+    return {subject: name, **{field: getattr(fate, field) for field in others}}
 
 
-def _offloaded(graph: Graph, value: int, told: SavedOffload, tiers: Collection[str]) -> Offloaded:
-    if told.tier not in tiers:
-        raise PlanError(f"the plan moves {told.value} to {told.tier!r}; say tiers={told.tier!r}, or plan anew")
-    if not can_move(graph, value, told.tier):
-        it = graph.values[value]
-        raise PlanError(f"{told.value} ({it.dtype}, {list(it.shape)}) cannot go to {told.tier!r}; plan anew")
-    return Offloaded(value, told.tier)
-
-
-def _stashed(graph: Graph, told: SavedStash) -> Stashed:
-    for one in recurrent(graph):
-        if graph.values[one.output].name == told.operator and 1 <= told.every <= one.steps(graph):
-            return Stashed(one.output, told.every)
-    raise PlanError(
-        f"the plan has the operator of {told.operator} keep a state every {told.every} steps, which it cannot; "
-        "plan anew"
-    )
+def _subject(kind: type[Fate], entry: Entry) -> str:
+    """The name of the value that an entry is about."""
+    return entry if isinstance(entry, str) else str(entry[next(iter(kind.fields))])
 
 
 @dataclass(frozen=True)
@@ -265,7 +192,8 @@ class SavedPlan:
         return self.graphs[number]
 
     def to_json(self) -> str:
-        return json.dumps({"encore_plan": VERSION, **dataclasses.asdict(self)}, indent=1)
+        graphs = [graph.as_data() for graph in self.graphs]
+        return json.dumps({"encore_plan": VERSION, "lowering": self.lowering, "graphs": graphs}, indent=1)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON; the file is there whole or not at all."""
@@ -275,24 +203,24 @@ class SavedPlan:
     def load(cls, path: str | Path) -> SavedPlan:
         """Read what `save` wrote; raises `PlanError` for anything else."""
         try:
-            told = json.loads(_text(Path(path)), object_pairs_hook=_object, parse_constant=_constant)
+            data = json.loads(_text(Path(path)), object_pairs_hook=_object, parse_constant=_constant)
         except RecursionError as error:
             raise PlanError(f"no plan can be read from {path}: it is nested too deeply; {HOW_TO_SAVE}") from error
         except (OSError, ValueError) as error:
             raise PlanError(f"no plan can be read from {path}: {error}; {HOW_TO_SAVE}") from error
-        return cls.parse(told, str(path))
+        return cls.parse(data, str(path))
 
     @classmethod
-    def parse(cls, told: Any, where: str) -> SavedPlan:
+    def parse(cls, data: Any, where: str) -> SavedPlan:
         """Check and read a plan that was JSON."""
-        if not isinstance(told, dict) or "encore_plan" not in told:
+        if not isinstance(data, dict) or "encore_plan" not in data:
             raise PlanError(f"{where} does not hold a plan; {HOW_TO_SAVE}")
-        layout = told["encore_plan"]
+        layout = data["encore_plan"]
         if type(layout) is not int or layout not in READ:
             raise PlanError(
                 f"{where} holds a plan of layout {_shown(layout)}, this Encore reads layouts {listed(READ)}; plan anew"
             )
-        read = Fields({name: told[name] for name in told if name != "encore_plan"}, f"{where}: the plan", cls)
+        read = Fields(data, f"{where}: the plan", {"encore_plan", "lowering", "graphs"})
         lowering = read.name("lowering")
         if lowering not in LOWERINGS:
             raise PlanError(
@@ -303,24 +231,23 @@ class SavedPlan:
 
 
 class Fields:
-    """The fields of a JSON object, read with the checks that their class wants. Every complaint names the field."""
+    """The fields of a JSON object, read with checks. Every message names the field."""
 
-    def __init__(self, told: Any, where: str, kind: type[DataclassInstance]) -> None:
+    def __init__(self, data: Any, where: str, known: Collection[str]) -> None:
         self.where = where
-        if not isinstance(told, dict):
-            raise PlanError(f"{where} is {_shown(told)}, not an object; plan anew")
-        self.told = told
-        known = {field.name for field in dataclasses.fields(kind)}
-        unknown = set(told).difference(known)
+        if not isinstance(data, dict):
+            raise PlanError(f"{where} is {_shown(data)}, not an object; plan anew")
+        self.data = data
+        unknown = set(data).difference(known)
         if unknown:
             raise PlanError(
                 f"{where} has unknown fields {_shown(sorted(unknown))}; there are {listed(known)}. Plan anew"
             )
 
     def _get(self, field: str) -> Any:
-        if field not in self.told:
+        if field not in self.data:
             raise PlanError(f"{self.where} is damaged: {field!r} is missing; plan anew")
-        return self.told[field]
+        return self.data[field]
 
     def _wrong(self, field: str, value: Any, wanted: str) -> PlanError:
         return PlanError(f"{self.where} is damaged: {field!r} is {_shown(value)}, not {wanted}; plan anew")
@@ -356,11 +283,18 @@ class Fields:
                 raise self._wrong(field, value, "a list of names")
         return tuple(values)
 
-    def each(self, field: str, kind: type[DataclassInstance]) -> list[Fields]:
-        """The objects of a list, which older layouts do not have."""
-        if field not in self.told:
-            return []
-        return [Fields(one, f"{self.where}.{field}[{number}]", kind) for number, one in enumerate(self.items(field))]
+    def entries(self, kind: type[Fate]) -> Sequence[Entry]:
+        """The list of a kind of fates; older layouts do not have all."""
+        if not kind.fields:
+            return self.names(kind.kind)
+        found: list[Entry] = []
+        for number, one in enumerate(self.items(kind.kind) if kind.kind in self.data else ()):
+            read = Fields(one, f"{self.where}.{kind.kind}[{number}]", kind.fields)
+            typed = kind.fields.items()
+            found.append(
+                {name: read.name(name) if wanted is str else read.count(name, least=1) for name, wanted in typed}
+            )
+        return tuple(found)
 
 
 def _text(path: Path) -> str:
@@ -372,11 +306,11 @@ def _text(path: Path) -> str:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    told = dict(pairs)
-    if len(told) < len(pairs):
+    data = dict(pairs)
+    if len(data) < len(pairs):
         twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
         raise ValueError(f"{_shown(twice[0])} stands twice in one object")
-    return told
+    return data
 
 
 def _constant(text: str) -> NoReturn:

@@ -1,13 +1,13 @@
 """From one step to all its plans: the Pareto set of peak against time, found by going downhill from several starts.
 
 Each move drops one role (or every second value of it, or a role with the heavy values that only it would keep alive),
-or puts a stand-in in its place, and is judged by what it takes off the peak where the peak now is, per second it costs.
+or gives it another fate, and is judged by what it takes off the peak where the peak now is, per second it costs.
 The best move by that account is tried in outline; it stays if the peak falls. Starts are the kept step, the steps in
 which all that can be is stood in for, in memory or in tiers, and what the strategies propose: from a step cut into
 blocks the search reaches peaks that no sequence of single drops leads to. A search also goes on from what others have
-found with fewer methods. Afterwards each plan is relieved of drops that its peak does not need, or that a stand-in
-serves faster. The budget only picks from the set, so a larger one never gets a slower plan. Where there are only a few
-feature maps, every choice is tried instead.
+found with fewer methods. Afterwards each plan is relieved of drops that its peak does not need, or that another
+fate serves faster. The budget only picks from the set, so a larger one never gets a slower plan. Where there are only
+a few feature maps, every choice is tried instead.
 
 Nothing here depends on the clock: the same graph and the same costs give the same plans.
 """
@@ -20,10 +20,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from encore.fates import Fate
 from encore.plan.roles import roles
 from encore.plan.sketch import Outline, Sketch
-from encore.plan.stand_ins import Offload, StandIn, Stash
-from encore.schedule import Choice
 
 TRIES = 10
 """Moves that are tried at one place before the search takes it for the bottom."""
@@ -61,11 +60,11 @@ class Search:
             if sum(sketch.size[value] for value in group) >= least
         ]
         self.ways = _ways(sketch)
-        """By value: the numbers of what may stand in for it."""
-        self.stand_ins = [
+        """By value: the numbers of the fates that it may have."""
+        self.candidates = [
             numbers for numbers in self._by_role() if sum(self._saved_by(number) for number in numbers) >= least
         ]
-        """Stand-ins of one kind, a role each."""
+        """Fates of one label, a role each."""
         self.found: dict[frozenset[int], Outline] = {}
         for search in narrower:
             self.found.update(search.outlines_for(sketch))
@@ -73,25 +72,22 @@ class Search:
         self.kept = self.outline(frozenset())
 
     def _by_role(self) -> Iterator[tuple[int, ...]]:
-        """The stand-ins of all values of a role, one kind after the other."""
+        """The fates of all values of a role, one label after the other."""
         for group in roles(self.sketch.graph, self.ways):
             kinds: dict[str, list[int]] = {}
             for value in group:
                 for number in self.ways[value]:
-                    kinds.setdefault(self._stand_in(number).label, []).append(number)
+                    kinds.setdefault(self._fate(number).label, []).append(number)
             yield from (tuple(numbers) for numbers in kinds.values())
 
-    def _stand_in(self, number: int) -> StandIn:
-        found = self.sketch.stand_in(number)
+    def _fate(self, number: int) -> Fate:
+        found = self.sketch.fate(number)
         assert found is not None
         return found
 
     def _saved_by(self, number: int) -> int:
-        """Bytes that a stand-in takes less than what it stands for."""
-        one = self._stand_in(number)
-        if isinstance(one, Stash):
-            return sum(self.sketch.size[value] - size for value, size in one.shrunk)
-        return self.sketch.size[one.value] - one.held
+        """Bytes that a fate takes less than keeping."""
+        return sum(self.sketch.size[value] - size for value, size in self._fate(number).shrinks)
 
     def outline(self, chosen: frozenset[int]) -> Outline:
         if chosen not in self.found:
@@ -108,11 +104,11 @@ class Search:
             return self.pareto()
         begun = [self.kept, *(self.outline(start) for start in starts)]
         for search in self.narrower:
-            outlines = [self.outline(self.sketch.numbers(*search.meant(outline))) for outline in search.pareto()]
+            outlines = [self.outline(self.sketch.numbers(*search.chosen(outline))) for outline in search.pareto()]
             begun.append(outlines[-1])
         for moved in (True, False):
-            everything = self._everything_stood_in_for(moved=moved)
-            if self.stand_ins and everything:
+            everything = self._smallest_fates(moved=moved)
+            if self.candidates and everything:
                 begun.insert(1, self.outline(everything))
         share = self.left // (len(begun) + 1)
         for outline in begun:
@@ -129,11 +125,10 @@ class Search:
             for value in sorted(droppable.union(self.ways))
         ]
 
-    def _everything_stood_in_for(self, *, moved: bool) -> frozenset[int]:
-        """The smallest stand-in of every value that has one: in memory, or moved to a tier."""
+    def _smallest_fates(self, *, moved: bool) -> frozenset[int]:
+        """The fate that takes least, of every value that has one: in memory, or moved to a tier."""
         ways = (
-            [number for number in numbers if isinstance(self._stand_in(number), Offload) is moved]
-            for numbers in self.ways.values()
+            [number for number in numbers if bool(self._fate(number).tier) is moved] for numbers in self.ways.values()
         )
         return frozenset(
             max(numbers, key=lambda number: (self._saved_by(number), -number)) for numbers in ways if numbers
@@ -141,22 +136,22 @@ class Search:
 
     def _with(self, chosen: frozenset[int], more: frozenset[int]) -> frozenset[int]:
         """A choice with more in it: one value has one fate, and the latest counts."""
-        if not self.sketch.stand_ins:
+        if not self.sketch.candidates:
             return chosen | more
         decided = {target for number in more for target in self._targets(number)}
         return more.union(number for number in chosen if decided.isdisjoint(self._targets(number)))
 
     def _targets(self, number: int) -> tuple[int, ...]:
-        one = self.sketch.stand_in(number)
+        one = self.sketch.fate(number)
         return (number,) if one is None else one.targets
 
     def outlines_for(self, sketch: Sketch) -> dict[frozenset[int], Outline]:
         """What was found here, by the numbers of a sketch on which there is more to choose from."""
         if self.sketch.droppable != sketch.droppable:  # values that are made again on the way differ
             return {}
-        number_of = {one: number for number, one in enumerate(sketch.stand_ins, sketch.first_stand_in)}
+        number_of = {one: number for number, one in enumerate(sketch.candidates, sketch.first_candidate)}
         renumbered = {
-            number: number_of.get(one) for number, one in enumerate(self.sketch.stand_ins, self.sketch.first_stand_in)
+            number: number_of.get(one) for number, one in enumerate(self.sketch.candidates, self.sketch.first_candidate)
         }
         found = {}
         for outline in self.found.values():
@@ -166,10 +161,10 @@ class Search:
                 found[chosen] = dataclasses.replace(outline, chosen=chosen)
         return found
 
-    def meant(self, outline: Outline) -> tuple[list[int], list[StandIn]]:
-        """The values that an outline recomputes, and its stand-ins."""
-        stand_ins = [one for number in outline.chosen if (one := self.sketch.stand_in(number)) is not None]
-        return [number for number in outline.chosen if number < self.sketch.first_stand_in], stand_ins
+    def chosen(self, outline: Outline) -> tuple[list[int], list[Fate]]:
+        """The values that an outline was chosen to recompute, and the other fates."""
+        fates = [one for number in outline.chosen if (one := self.sketch.fate(number)) is not None]
+        return [number for number in outline.chosen if number < self.sketch.first_candidate], fates
 
     def pareto(self) -> list[Outline]:
         best: list[Outline] = []
@@ -180,11 +175,11 @@ class Search:
 
     def within_reach(self, margin: float) -> list[Outline]:
         """What would be worth having if outlines were off by this margin, the fastest first; one of every plan."""
-        reached: dict[Choice, Outline] = {}
+        reached: dict[frozenset[Fate], Outline] = {}
         lowest = float("inf")
         for outline in sorted(self.found.values(), key=lambda one: (one.seconds, one.peak, len(one.chosen))):
             if outline.peak < margin * lowest:
-                reached.setdefault(outline.choice, outline)
+                reached.setdefault(outline.fates, outline)
             lowest = min(lowest, outline.peak)
         return list(reached.values())
 
@@ -217,7 +212,7 @@ class Search:
     def _moves(self, outline: Outline, useless: set[frozenset[int]]) -> list[_Move]:
         """Every role that is alive at the worst moment, the most bytes a second first."""
         moves = [move for group in self.groups for move in self._drops(outline, group) if move.values not in useless]
-        for numbers in self.stand_ins:
+        for numbers in self.candidates:
             moves += (move for move in self._replacements(outline, numbers) if move.values not in useless)
         return sorted(moves, key=lambda move: (-move.gain / (move.cost + 1e-7), min(move.values)))
 
@@ -232,13 +227,13 @@ class Search:
                 yield _Move(values, gain, cost)
 
     def _replacements(self, outline: Outline, numbers: Sequence[int]) -> Iterator[_Move]:
-        """The stand-ins of one role, or every second of them."""
+        """The fates of one role, or every second of them."""
         fresh = frozenset(number for number in numbers if number not in outline.chosen)
         halves = [frozenset(sorted(fresh)[start::2]) for start in (0, 1)] if len(fresh) > 1 else []
         for some in (fresh, *halves):
             gain, cost = 0, 0.0
             for number in some:
-                one = self._stand_in(number)
+                one = self._fate(number)
                 if any(self._alive(outline, value) for value in one.targets):
                     gain += self._saved_by(number)
                 cost += one.seconds
@@ -254,8 +249,8 @@ class Search:
         for value in sample:
             if self._alive(outline, value):
                 gain += sketch.size[value]
-            elif value in outline.encodings and sketch.made_at[value] <= worst:
-                gain += outline.encodings[value].held
+            elif value in outline.restored and sketch.made_at[value] <= worst:
+                gain += outline.restored[value].held
             cost += sketch.cost[value]
             pending = list(sketch.inputs[value])
             seen = set()
@@ -265,8 +260,8 @@ class Search:
                     continue
                 seen.add(source)
                 again = source in values
-                if not again and source in outline.encodings:
-                    cost += outline.encodings[source].restore
+                if not again and source in outline.restored:
+                    cost += outline.restored[source].restore_seconds
                 elif again or source in outline.chosen or source in sketch.melting:
                     if not again:
                         cost += sketch.melted[source] if sketch.light[source] else sketch.cost[source]
@@ -287,7 +282,7 @@ class Search:
             source = pending.pop()
             if source in taken or source not in sketch.droppable or source in outline.last_use:
                 continue
-            if source in outline.encodings:
+            if source in outline.restored:
                 continue
             taken.add(source)
             pending += sketch.inputs[source]
@@ -300,8 +295,8 @@ class Search:
     # -- back up -----------------------------------------------------------------------------------------------------
 
     def _relieve(self, outline: Outline) -> None:
-        """Keep again what the peak does not need gone, the dearest first; else let a stand-in serve it faster."""
-        groups = [*self.groups, *self.stand_ins]
+        """Keep again what the peak does not need gone, the dearest first; else find a faster fate."""
+        groups = [*self.groups, *self.candidates]
         costly = sorted(
             (group for group in groups if outline.chosen.intersection(group)),
             key=lambda group: -sum(self._cost(number) for number in group if number in outline.chosen),
@@ -317,22 +312,22 @@ class Search:
                     break
 
     def _cost(self, number: int) -> float:
-        one = self.sketch.stand_in(number)
+        one = self.sketch.fate(number)
         return self.sketch.cost[number] if one is None else one.seconds
 
     def _others(self, group: Sequence[int], gone: frozenset[int]) -> list[frozenset[int]]:
-        """What else could stand in for these: for all of them, one kind each."""
+        """Other fates of these: for all of them, one label each."""
         kinds: dict[str, set[int]] = {}
         values = {target for number in gone for target in self._targets(number)}
         for value in values:
             for number in self.ways.get(value, ()):
-                kinds.setdefault(self._stand_in(number).label, set()).add(number)
+                kinds.setdefault(self._fate(number).label, set()).add(number)
         return [frozenset(numbers) for numbers in kinds.values() if not numbers <= gone]
 
 
 def _ways(sketch: Sketch) -> dict[int, list[int]]:
-    """By value: the numbers of what may stand in for it."""
+    """By value: the numbers of the fates that it may have."""
     ways: dict[int, list[int]] = {}
-    for number, one in enumerate(sketch.stand_ins, sketch.first_stand_in):
+    for number, one in enumerate(sketch.candidates, sketch.first_candidate):
         ways.setdefault(one.targets[0], []).append(number)
     return ways

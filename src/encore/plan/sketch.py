@@ -6,8 +6,7 @@ forward then backward. Chains of cheap operators that end in a kernel melt into 
 nothing. What comes out is close, not exact; a plan that is chosen is built and simulated in full.
 
 A choice is a set of numbers, so that the search can add and take away. A value's own number says that it is recomputed;
-numbers from `first_stand_in` on are the stand-ins that are on offer: a code in a value's place, a place in a tier, or a
-recurrent operator that keeps less.
+numbers from `first_candidate` on are the other fates among which the search chooses.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from encore.fates import Fate, Recompute, owners, recomputable
+from encore.fates.normalised import FROM_STATISTICS
 from encore.graph import Op, OpClass
 from encore.graph.ops import is_fusible
-from encore.plan.stand_ins import Encoding, Offload, Seconds, StandIn, Stash
-from encore.schedule import Choice, Fused, Run, Schedule, Timeline
-from encore.schedule.normalised import FROM_STATISTICS
-from encore.schedule.recompute import PATIENCE, PATIENCE_WITHOUT_KERNELS, owners, recomputable
+from encore.plan.seconds import ActionSeconds
+from encore.schedule import Fused, Run, Schedule, Timeline
+from encore.schedule.copies import PATIENCE, PATIENCE_WITHOUT_KERNELS
 from encore.schedule.transfers import Bytes, Transfer, place_loads, place_stores
 
 _Asked = tuple[int, bool, bool]
@@ -39,9 +39,7 @@ class Outline:
     """What one choice comes to."""
 
     chosen: frozenset[int]
-    """What was chosen, by number: values to recompute, and stand-ins."""
-    choice: Choice
-    """What comes of it: with the cheap values that are recomputed on the way, without codes that nobody reads."""
+    """What was chosen, by number: values to recompute, and other fates."""
     peak: int
     seconds: float
     """Extra time over the kept step."""
@@ -49,15 +47,30 @@ class Outline:
     """Position of the worst moment."""
     last_use: dict[int, int]
     """Position after which each kept value is free."""
-    encodings: Mapping[int, Encoding | Offload]
-    """By value: the code in its place, or the tier that has it."""
+    recomputed: frozenset[int]
+    """Values of which backward runs copies, the cheap ones on the way included."""
+    restored: Mapping[int, Fate]
+    """By value: what restores it in backward, if it is not recomputed. Values that backward does not need have none."""
+    in_place: Sequence[Fate]
+    """Fates that the operators themselves carry out."""
+
+    @property
+    def fates(self) -> frozenset[Fate]:
+        """What becomes of every value that is not kept as it is."""
+        return frozenset((*map(Recompute, self.recomputed), *self.restored.values(), *self.in_place))
 
 
 class Sketch:
     """The kept step, ready to be asked what other choices would do to it."""
 
     def __init__(
-        self, schedule: Schedule, timeline: Timeline, seconds: Seconds, *, fused: bool, frozen: Collection[int] = ()
+        self,
+        schedule: Schedule,
+        timeline: Timeline,
+        seconds: ActionSeconds,
+        *,
+        fused: bool,
+        frozen: Collection[int] = (),
     ) -> None:
         self.graph = schedule.graph
         self.fused = fused
@@ -85,11 +98,11 @@ class Sketch:
             value for value in self.droppable - self.saved if self._maker(value).kind is OpClass.CHEAP
         )
         """Cheap values that nobody keeps as it is: if a chain passes through them, they are recomputed too."""
-        self.first_stand_in = len(self.graph.values)
-        self.stand_ins: tuple[StandIn, ...] = ()
+        self.first_candidate = len(self.graph.values)
+        self.candidates: tuple[Fate, ...] = ()
 
     def for_choices(self, *, recompute: bool) -> Sketch:
-        """The same step, to put stand-ins on offer beside recomputation, or alone."""
+        """The same step, to choose other fates next to recomputation, or alone."""
         other = shallow_copy(self)
         if not recompute:
             other.droppable, other.melting = set(), frozenset()
@@ -97,12 +110,12 @@ class Sketch:
 
     def offers_more_than(self, others: Iterable[Sketch]) -> bool:
         """Is there something to choose here that there is on none of these?"""
-        mine = (self.droppable, set(self.stand_ins))
-        return any(mine) and all(mine != (other.droppable, set(other.stand_ins)) for other in others)
+        mine = (self.droppable, set(self.candidates))
+        return any(mine) and all(mine != (other.droppable, set(other.candidates)) for other in others)
 
-    def put_on_offer(self, stand_ins: Sequence[StandIn]) -> None:
-        """What may be held in a value's place."""
-        self.stand_ins = tuple(stand_ins)
+    def add_candidates(self, fates: Iterable[Fate]) -> None:
+        """Let the search choose among these fates, too."""
+        self.candidates = (*self.candidates, *fates)
 
     @functools.cached_property
     def durations(self) -> list[float]:
@@ -112,19 +125,19 @@ class Sketch:
             for action in self.actions
         ]
 
-    def numbers(self, values: Iterable[int], stand_ins: Iterable[StandIn] = ()) -> frozenset[int]:
-        """A choice of such values to recompute, and of stand-ins, by number: of what there is to choose from here."""
+    def numbers(self, values: Iterable[int], fates: Iterable[Fate] = ()) -> frozenset[int]:
+        """A choice of such values to recompute, and of other fates, by number: of what there is to choose from here."""
         chosen = {value for value in values if value in self.droppable}
-        wanted = set(stand_ins)
-        chosen.update(number for number, one in enumerate(self.stand_ins, self.first_stand_in) if one in wanted)
+        wanted = set(fates)
+        chosen.update(number for number, one in enumerate(self.candidates, self.first_candidate) if one in wanted)
         return frozenset(chosen)
 
-    def stand_in(self, number: int) -> StandIn | None:
-        """What a number of a choice stands for; None for a value that is recomputed."""
-        return self.stand_ins[number - self.first_stand_in] if number >= self.first_stand_in else None
+    def fate(self, number: int) -> Fate | None:
+        """The fate that a number of a choice stands for; None for a value that is recomputed."""
+        return self.candidates[number - self.first_candidate] if number >= self.first_candidate else None
 
     @property
-    def candidates(self) -> frozenset[int]:
+    def open_values(self) -> frozenset[int]:
         """Values that a step keeps, or would keep instead of what is made from them."""
         return frozenset(self.saved | (self.droppable - self.melting))
 
@@ -225,12 +238,14 @@ class Sketch:
     def outline(self, numbers: Iterable[int]) -> Outline:
         """What a choice comes to. Cheap values on the way to those that are recomputed are recomputed, too."""
         chosen = frozenset(numbers)
-        encodings, stashes = self._stand_ins_of(chosen)
+        fates = [self.fate(number) for number in chosen] if self.candidates else ()
+        in_place = [fate for fate in fates if fate is not None and fate.in_place]
+        restored = {fate.value: fate for fate in fates if fate is not None and not fate.in_place}
         gone = chosen | self.melting
-        if encodings or stashes:
-            values = (number for number in gone if number < self.first_stand_in)
-            gone = frozenset((*values, *encodings)).difference(*(stash.targets for stash in stashes))
-        walk = _Recomputation(self, gone, encodings)
+        if restored or in_place:
+            values = (number for number in gone if number < self.first_candidate)
+            gone = frozenset((*values, *restored)).difference(*(fate.targets for fate in in_place))
+        walk = _Recomputation(self, gone, restored)
         change, last_use = walk.change, walk.last_use
         for value, last in last_use.items():
             if value in self.saved or value not in self.allocated:
@@ -241,88 +256,61 @@ class Sketch:
             if value not in last_use and not (self.light[value] and self.last_forward[value] == self.made_at[value]):
                 self._lay(change, value, self.made_at[value], self.last_forward[value])
         seconds = walk.seconds
-        for value, encoding in walk.decoded.items():
-            self._lay_code(change, value, encoding, walk.copies[value][0])
-            seconds += encoding.make
-        for stash in stashes:
-            self._lay_stash(change, walk.spikes, stash, last_use)
-            seconds += stash.seconds
+        for value, fate in walk.restored.items():
+            self._lay_code(change, value, fate.held, walk.copies[value][0])
+            seconds += fate.encode_seconds
+        for fate in in_place:
+            self._lay_in_place(change, walk.spikes, fate, last_use)
+            seconds += fate.seconds
         profile = self.profile + np.cumsum(change[:-1]) + walk.spikes
         worst = int(profile.argmax())
-        moved = [one for one in walk.decoded.values() if isinstance(one, Offload)]
+        moved = [one for one in walk.restored.values() if one.tier]
         if moved:
             seconds += self._transfers(
                 profile[worst] - profile, moved, {one.value: walk.copies[one.value][0] for one in moved}
             )
-        return Outline(
-            chosen,
-            Choice(
-                recompute=frozenset(walk.copies).difference(encodings),
-                encode=frozenset(code.encoded for one in walk.decoded.values() if (code := _code_of(one)) is not None),
-                stash=frozenset(stash.stashed for stash in stashes),
-                offload=frozenset(one.offloaded for one in moved),
-            ),
-            int(profile[worst]),
-            seconds,
-            worst,
-            last_use,
-            walk.decoded,
-        )
+        recomputed = frozenset(walk.copies).difference(restored)
+        return Outline(chosen, int(profile[worst]), seconds, worst, last_use, recomputed, walk.restored, in_place)
 
-    def _transfers(self, room: Bytes, moved: Sequence[Offload], needed_at: Mapping[int, int]) -> float:
+    def _transfers(self, room: Bytes, moved: Sequence[Fate], needed_at: Mapping[int, int]) -> float:
         """Seconds by which the step takes longer if these leave it and come back within its peak."""
         start = self.first_backward
-        depth, pace = min(one.link.depth for one in moved), min(one.link.pace for one in moved)
-        stores = [
-            Transfer(self.last_forward[one.value] + 1, one.size, one.link.store_seconds(one.size)) for one in moved
-        ]
-        loads = [Transfer(needed_at[one.value] - start, one.size, one.link.load_seconds(one.size)) for one in moved]
+        links = [one.link for one in moved if one.link is not None]
+        depth, pace = min(link.depth for link in links), min(link.pace for link in links)
+        stores, loads = [], []
+        for one, link in zip(moved, links, strict=True):
+            stores.append(Transfer(self.last_forward[one.value] + 1, one.moved, link.store_seconds(one.moved)))
+            loads.append(Transfer(needed_at[one.value] - start, one.moved, link.load_seconds(one.moved)))
         stores.sort(key=lambda transfer: transfer.place)
         loads.sort(key=lambda transfer: transfer.place)
         _, *out = place_stores(room[:start], self.durations[:start], stores, depth, pace)
         _, *back = place_loads(room[start:-1], self.durations[start:], loads, depth, pace)
         return sum(out) + sum(back)
 
-    def _stand_ins_of(self, chosen: frozenset[int]) -> tuple[dict[int, Encoding | Offload], list[Stash]]:
-        encodings: dict[int, Encoding | Offload] = {}
-        stashes: list[Stash] = []
-        if self.stand_ins:
-            for number in chosen:
-                one = self.stand_in(number)
-                if isinstance(one, Encoding | Offload):
-                    encodings[one.value] = one
-                elif one is not None:
-                    stashes.append(one)
-        return encodings, stashes
-
-    def _lay_code(self, change: list[int], value: int, encoding: Encoding | Offload, last: int) -> None:
+    def _lay_code(self, change: list[int], value: int, held: int, last: int) -> None:
         """A code is made when forward is done with the value, which is in memory until then."""
         done = self.last_forward[value]
-        change[done] += encoding.held
-        change[last + 1] -= encoding.held
+        change[done] += held
+        change[last + 1] -= held
         inside_a_kernel = self.light[value] and done == self.made_at[value]
         if value not in self.allocated or (value in self.saved and inside_a_kernel):
             self._lay(change, value, self.made_at[value], done)
 
-    def _lay_stash(self, change: list[int], spikes: list[int], stash: Stash, last_use: Mapping[int, int]) -> None:
-        for value, size in stash.shrunk:
+    def _lay_in_place(self, change: list[int], spikes: list[int], fate: Fate, last_use: Mapping[int, int]) -> None:
+        for value, size in fate.shrinks:
             last = last_use.get(value, self.last_forward[value])
             change[self.made_at[value]] += size - self.size[value]
             change[last + 1] -= size - self.size[value]
-        for op, size in stash.aside:
+        for op, size in fate.workspaces:
             spikes[self.position_of[op]] += size
-
-
-def _code_of(one: Encoding | Offload) -> Encoding | None:
-    return one.encoding if isinstance(one, Offload) else one
 
 
 class _Recomputation:
     """Walks backward once and follows what is made again."""
 
-    def __init__(self, sketch: Sketch, again: frozenset[int], encodings: Mapping[int, Encoding | Offload]) -> None:
+    def __init__(self, sketch: Sketch, again: frozenset[int], fates: Mapping[int, Fate]) -> None:
         self.sketch = sketch
-        self.encodings = encodings
+        self.fates = fates
         self.change = [0] * (len(sketch.profile) + 1)
         self.spikes = [0] * len(sketch.profile)
         self.last_use: dict[int, int] = {}
@@ -331,10 +319,10 @@ class _Recomputation:
         """Value -> first position, last position, barriers at its last use, whether it has memory, whether backward
         itself asked for it."""
         self._walk(again)
-        self.decoded = {value: encodings[value] for value in self.copies if value in encodings}
+        self.restored = {value: fates[value] for value in self.copies if value in fates}
         for value, copy in self.copies.items():
             self._let_go(value, copy)
-            if value not in encodings:
+            if value not in fates:
                 for source, _, _ in sketch.asks[value]:
                     if source not in again and self.last_use.get(source, -1) < copy[0]:
                         self.last_use[source] = copy[0]
@@ -345,11 +333,11 @@ class _Recomputation:
         heavy, light, melted, cost = sketch.heavy, sketch.light, sketch.melted, sketch.cost
         patience = sketch.patience
         asks = {value: [ask for ask in sketch.asks[value] if ask[0] in again] for value in again}
-        if self.encodings:  # made again by their decoders, which read nothing but the code, or loaded and held
-            held = {value: _code_of(one) is None for value, one in self.encodings.items()}
-            heavy, light = {**heavy, **held}, {**light, **dict.fromkeys(held, False)}
-            cost = {**cost, **{value: encoding.restore for value, encoding in self.encodings.items()}}
-            asks.update((value, []) for value in self.encodings)
+        if self.fates:  # restored copies read nothing but what is kept for them
+            once = {value: fate.restored_once for value, fate in self.fates.items()}
+            heavy, light = {**heavy, **once}, {**light, **dict.fromkeys(once, False)}
+            cost = {**cost, **{value: fate.restore_seconds for value, fate in self.fates.items()}}
+            asks.update((value, []) for value in self.fates)
         for position, barriers, asked in sketch.reads:
             pending = [ask for ask in asked if ask[0] in again]
             if len(pending) < len(asked):

@@ -12,18 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from encore.codecs import CODECS
 from encore.errors import BudgetError
 from encore.options import Budget, Options, make_options, parse_budget
 from encore.plan import (
-    Encode,
     GraphPlan,
-    Keep,
-    Offload,
     Plan,
-    Recompute,
     SavedPlan,
-    Stash,
     choose,
     stack_plans,
     worth_having,
@@ -404,7 +398,7 @@ def _predict(plans: Sequence[Plan], beside: int) -> Prediction:
 
 
 def _stalled(graphs: Sequence[CapturedGraph]) -> float | None:
-    moving = [graph for graph in graphs if graph.plan.choice.offload and "backward" in graph.stalled]
+    moving = [graph for graph in graphs if graph.plan.tiers and "backward" in graph.stalled]
     return sum(sum(graph.stalled.values()) for graph in moving) if moving else None
 
 
@@ -412,7 +406,7 @@ def _lossy(graphs: Sequence[CapturedGraph], options: Options) -> LossyRow | None
     """Errors of later graphs pass on to earlier ones through the gradients of their inputs: to first order they add."""
     if not options.lossy:
         return None
-    using = [graph for graph in graphs if any(not CODECS[one.codec].lossless for one in graph.plan.choice.encode)]
+    using = [graph for graph in graphs if not all(fate.lossless for fate in graph.plan.fates)]
     checks = [graph.lossy_check for graph in using if graph.lossy_check is not None]
     errors = [check.error for check in checks if check.error is not None]
     why_not = next((check.why_not for check in checks if check.why_not), "")
@@ -450,26 +444,9 @@ def _decisions(captured: CapturedGraph) -> list[DecisionRow]:
     rows = []
     for value_id, decision in captured.plan.decisions.items():
         value, producer = graph.values[value_id], graph.producer(value_id)
-        size, shape = graph.bytes_of(value_id), value.shape
-        held = size
-        code, lossless = "", True
-        dense, planned_density = None, None
-        match decision:
-            case Recompute():
-                held = 0
-            case Encode():
-                held, code, lossless = decision.bytes, decision.codec, decision.lossless
-                codec = CODECS[code]
-                if not codec.exact_size and value.dtype is not None:
-                    dense = codec.nbytes(shape, value.stride, value.dtype)
-                    planned_density = codec.density(held, shape, value.stride, value.dtype)
-            case Stash():
-                (size, shape), held, code = decision.whole, decision.bytes, f"every {decision.every}"
-            case Offload():
-                code, lossless = f"to {decision.tier}", decision.lossless
-                held, code = 0, f"{decision.codec} {code}".lstrip()
-            case Keep():
-                pass
+        fate = decision.fate
+        size, shape = decision.whole or (graph.bytes_of(value_id), value.shape)
+        dense, planned_density = fate.bytes_by_data(value) or (None, None)
         rows.append(
             DecisionRow(
                 value=value.name,
@@ -477,13 +454,13 @@ def _decisions(captured: CapturedGraph) -> list[DecisionRow]:
                 source=producer.source if producer else "",
                 shape=shape,
                 bytes=size,
-                action=decision.action,
+                action=fate.kind,
                 why=decision.why,
                 seconds=decision.seconds,
                 operator=operator_name(producer) if producer else "",
-                held=held,
-                code=code,
-                lossless=lossless,
+                held=decision.held,
+                code=fate.code,
+                lossless=fate.lossless,
                 largest=_seen_bytes(seen.get(value.name)),
                 dense=dense,
                 planned_density=planned_density,

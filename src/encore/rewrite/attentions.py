@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from encore.graph import Graph, Op, OpClass
+from encore.graph.editor import view_strides
 from encore.graph.values import Ref, Value, is_contiguous
-from encore.rewrite.edit import view_strides
 from encore.rewrite.matching import NoMatchError, expect, replaced_storages, views_and_readers
 from encore.rewrite.matmuls import device_of, exported
 from encore.rnn.dot import TYPES

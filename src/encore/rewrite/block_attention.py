@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from encore.graph import Graph
+from encore.graph.editor import Editor
 from encore.graph.values import Ref, is_contiguous
 from encore.rewrite.attentions import Attention, find_attentions
-from encore.rewrite.edit import Editor
 from encore.rewrite.judge import Judge
 
 

@@ -17,10 +17,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from encore.graph import Graph, Op, OpClass, Value
+from encore.graph.editor import Editor
 from encore.graph.ops import SIDE_EFFECTS
 from encore.graph.sized_ops import SIZE, SIZED, STRIDE
 from encore.graph.values import Ref, is_contiguous, map_refs
-from encore.rewrite.edit import Editor
 from encore.rewrite.judge import ConvolutionShape, Judge
 from encore.rewrite.matmuls import device_of
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from encore.graph import Graph
+from encore.graph.editor import Editor
 from encore.graph.values import Ref, is_contiguous
-from encore.rewrite.edit import Editor
 from encore.rewrite.judge import Judge
 from encore.rewrite.matmuls import Product, depends_on, device_of, exported, products
 

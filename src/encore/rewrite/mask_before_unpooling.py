@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from encore.graph import Graph, Op, OpClass
+from encore.graph.editor import Editor
 from encore.graph.needs import BackwardNeeds
 from encore.graph.values import Ref
-from encore.rewrite.edit import Editor
 from encore.rewrite.matmuls import exported
 from encore.rewrite.trial import Trial
 

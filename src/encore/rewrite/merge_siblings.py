@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from encore.graph import Graph, OpClass
+from encore.graph.editor import Editor
 from encore.graph.ops import is_fusible
 from encore.graph.values import Ref
-from encore.rewrite.edit import Editor
 from encore.rewrite.judge import Judge
 from encore.rewrite.matmuls import PRODUCTS, Product, device_of, exported, has_memory_to_itself, products
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from encore.graph import Graph, Op, OpClass
+from encore.graph.editor import Editor
 from encore.graph.needs import BackwardNeeds, Need, Reading
 from encore.graph.sized_ops import SIZE
 from encore.graph.values import Ref, map_refs
-from encore.rewrite.edit import Editor
 from encore.rewrite.matmuls import device_of
 
 aten, own = torch.ops.aten, torch.ops.encore

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from encore.graph import Graph, Op, OpClass
+from encore.graph.editor import Editor
 from encore.graph.values import Ref
-from encore.rewrite.edit import Editor
 from encore.rewrite.matmuls import device_of, exported
 
 aten = torch.ops.aten

@@ -15,9 +15,9 @@ import torch
 from encore.codecs.native import SUFFIX, is_compiled
 from encore.codecs.pool_map import LAST, MAX_POOL_MAP, MAX_POOL_MAP_BACKWARD, MOST
 from encore.graph import Graph, Op
+from encore.graph.editor import Editor
 from encore.graph.sized_ops import SIZED
 from encore.graph.values import Ref, contiguous_strides
-from encore.rewrite.edit import Editor
 from encore.rewrite.matmuls import device_of, exported
 from encore.rewrite.trial import Trial
 

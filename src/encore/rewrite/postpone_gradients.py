@@ -9,7 +9,7 @@ OverFeat peak. Where a batch has as many rows as a layer has units, there is not
 from __future__ import annotations
 
 from encore.graph import Graph, Op, OpClass
-from encore.rewrite.edit import Editor
+from encore.graph.editor import Editor
 
 FEW = 1 << 20
 """Bytes of a gradient that is made where it always was."""

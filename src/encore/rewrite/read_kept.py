@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from encore.graph import Graph, Op, OpClass
+from encore.graph.editor import Editor
 from encore.graph.needs import BackwardNeeds, Need, Reading
 from encore.graph.values import Ref, Value
-from encore.rewrite.edit import Editor
 from encore.rewrite.matching import holds
 from encore.rewrite.trial import Trial
 

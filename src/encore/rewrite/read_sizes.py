@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from encore.graph import Graph, Op
+from encore.graph.editor import Editor
 from encore.graph.needs import BackwardNeeds, Need
 from encore.graph.sized_ops import SIZE, SIZED
 from encore.graph.values import Ref
-from encore.rewrite.edit import Editor
 
 
 def read_sizes(graph: Graph) -> Graph:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from encore.graph import Graph, Op
+from encore.graph.editor import Editor
 from encore.graph.values import Ref, is_contiguous
-from encore.rewrite.edit import Editor
 from encore.rewrite.judge import Judge
 from encore.rewrite.matmuls import exported, has_memory_to_itself
 from encore.rewrite.scorings import Scoring, find_scorings

@@ -17,10 +17,10 @@ import torch
 from encore.codecs.bits import ENCODE_INSIDE, ENCODE_SIGN, FLOATS, MASKED
 from encore.codecs.native import is_compiled
 from encore.graph import Graph, Op, OpClass
+from encore.graph.editor import Editor
 from encore.graph.needs import BackwardNeeds
 from encore.graph.ops import is_fusible
 from encore.graph.values import Ref, span_bytes
-from encore.rewrite.edit import Editor
 from encore.rewrite.matmuls import device_of
 from encore.rewrite.trial import Trial
 

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 import torch
 
 from encore.graph import Graph, Op, Value
+from encore.graph.editor import Editor
 from encore.graph.values import Ref, is_contiguous, span_bytes
 from encore.rewrite.channels_last import channels_last_strides, has_channels_last
-from encore.rewrite.edit import Editor
 from encore.rewrite.matmuls import device_of
 
 aten = torch.ops.aten

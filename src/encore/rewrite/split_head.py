@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from encore.graph import Graph, Op, OpClass
+from encore.graph.editor import Editor
 from encore.graph.values import Ref, contiguous_strides, map_refs
-from encore.rewrite.edit import Editor
 from encore.rewrite.heads import ALONG, LOSS, LOSS_BACKWARD, Exit, Gathered, Head, RowByRow, Summed, find_heads
 from encore.rewrite.matmuls import device_of
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from encore.graph import Graph
+from encore.graph.editor import Editor
 from encore.graph.values import Ref, is_contiguous
-from encore.rewrite.edit import Editor
 from encore.rewrite.judge import Judge
 from encore.rewrite.matmuls import Product, device_of, products
 

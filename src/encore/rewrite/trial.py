@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from encore.graph import Op
+from encore.graph.editor import Editor
 from encore.graph.values import map_refs
-from encore.rewrite.edit import Editor
 from encore.rewrite.matmuls import device_of
 
 Strides = Mapping[int, Sequence[int]]

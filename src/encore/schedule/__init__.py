@@ -4,38 +4,33 @@ Nothing here chooses what to keep, and nothing here runs on real tensors.
 """
 
 from encore.schedule.actions import Action, Free, Fused, Load, Run, Schedule, Store, Wait
-from encore.schedule.carry_out import carry_out
-from encore.schedule.choice import KEEP_EVERYTHING, Choice, Encoded, Offloaded, Stashed
+from encore.schedule.copies import CarriedOut, carry_out, carry_out_fates
 from encore.schedule.fusion import Fusion, fuse
 from encore.schedule.order import schedule_step
 from encore.schedule.replay import replay
 from encore.schedule.simulate import Change, Kind, Timeline, alive_at_worst, changes, simulate
 from encore.schedule.stack import Stack, residents, stack, stretches
-from encore.schedule.transfers import Link, Placed, place_transfers
+from encore.schedule.transfers import Placed, place_transfers
 
 __all__ = [
-    "KEEP_EVERYTHING",
     "Action",
+    "CarriedOut",
     "Change",
-    "Choice",
-    "Encoded",
     "Free",
     "Fused",
     "Fusion",
     "Kind",
-    "Link",
     "Load",
-    "Offloaded",
     "Placed",
     "Run",
     "Schedule",
     "Stack",
-    "Stashed",
     "Store",
     "Timeline",
     "Wait",
     "alive_at_worst",
     "carry_out",
+    "carry_out_fates",
     "changes",
     "fuse",
     "place_transfers",

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from encore.fates import Link
 from encore.graph import Graph, Op
 from encore.graph.tier_ops import LoadFrom, StoreTo
 from encore.schedule.actions import Action, Free, Fused, Load, Run, Schedule, Store, Wait
@@ -27,32 +28,6 @@ from encore.schedule.simulate import Timeline
 
 Bytes = npt.NDArray[np.int64]
 Duration = Callable[[Graph, Op | Fused, int | None], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What the way to a tier takes, beside a step that computes."""
-
-    store: float
-    """Seconds a byte on the way out."""
-    load: float
-    """Seconds a byte on the way back."""
-    call: float
-    """Seconds that every transfer takes besides."""
-    pace: float
-    """How fast computing goes on beside a transfer, as a share of its pace without."""
-    depth: int
-    """Transfers that may be on their way at a time."""
-
-    def store_seconds(self, size: int) -> float:
-        return self.call + size * self.store
-
-    def load_seconds(self, size: int) -> float:
-        return self.call + size * self.load
-
-    def lost_seconds(self, size: int) -> float:
-        """What computing loses to a store and a load of so many bytes, if it goes on beside all of them."""
-        return (1 - self.pace) * (self.store_seconds(size) + self.load_seconds(size))
 
 
 @dataclass(frozen=True, slots=True)

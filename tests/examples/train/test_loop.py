@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from encore.schedule import Link
+from encore.fates import Link
 from examples.train.command import main
 from examples.train.loop import train
 from examples.train.outcome import Outcome

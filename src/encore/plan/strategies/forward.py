@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from encore.fates import recomputable
 from encore.graph import Graph, Op, OpClass
 from encore.schedule.order import order_backward
-from encore.schedule.recompute import recomputable
 
 
 @dataclass(frozen=True, slots=True)

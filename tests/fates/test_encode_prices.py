@@ -15,7 +15,7 @@ import encore
 from encore.codecs import CODECS
 from encore.plan import Methods
 from encore.plan.planner import Planner, menu
-from encore.plan.saved import VERSION, GraphPlan, SavedCode
+from encore.plan.saved import VERSION, GraphPlan
 from encore.plan.search import Search
 from encore.plan.sketch import Sketch
 from support.captured_graphs import captured, drop_gradients, train_step
@@ -72,7 +72,7 @@ def test_codes_make_budgets_cheaper_and_plans_stay_monotone() -> None:
         peaks = [offer.plan.timeline.step_peak for offer in offers[codecs]]
         assert [offer.overhead for offer in offers[codecs]] == sorted(offer.overhead for offer in offers[codecs])
         assert peaks[-1] < peaks[0]
-    assert any(offer.plan.choice.encode for offer in offers[LOSSLESS])
+    assert any(offer.plan.encodings for offer in offers[LOSSLESS])
     for offer in offers[()]:
         within = [other for other in offers[LOSSLESS] if other.step_peak <= offer.step_peak * 1.02]
         assert min(other.overhead for other in within) <= offer.overhead * 1.05 + 1e-9
@@ -82,13 +82,12 @@ def test_one_value_has_one_fate() -> None:
     kept = captured(Gated(), X).unplanned
     planner = Planner(kept, no_workspace, ByBytes(), methods=Methods(codecs=LOSSLESS))
     sketch = Sketch(kept.schedule, kept.timeline, ByBytes(), fused=False)
-    sketch.put_on_offer(planner.stand_ins(sketch.candidates, planner.methods))
+    sketch.add_candidates(planner.candidates(sketch.open_values, planner.methods))
     search = Search(sketch)
     search.run([])
     for outline in search.found.values():
-        encoded = [one.value for one in outline.choice.encode]
-        assert len(encoded) == len(set(encoded))
-        assert not outline.choice.recompute.intersection(encoded)
+        values = [fate.value for fate in outline.fates]
+        assert len(values) == len(set(values))
 
 
 def test_what_keep_names_is_not_encoded() -> None:
@@ -123,7 +122,7 @@ def test_a_plan_of_the_first_layout_is_still_read() -> None:
     for graph in told["graphs"]:
         del graph["encode"], graph["stash"]
     plan = encore.SavedPlan.parse(told, "here")
-    assert plan.graphs[0].encode == ()
+    assert plan.graphs[0].fates["encode"] == ()
     torch._dynamo.reset()
     model = encore.compile(Gated(), plan=plan)
     train_step(model, X)
@@ -132,8 +131,10 @@ def test_a_plan_of_the_first_layout_is_still_read() -> None:
 
 def with_code(plan: encore.SavedPlan, **changed: Any) -> encore.SavedPlan:
     (graph,) = plan.graphs
-    first = dataclasses.replace(graph.encode[0], **changed)
-    return dataclasses.replace(plan, graphs=(dataclasses.replace(graph, encode=(first, *graph.encode[1:])),))
+    first, *others = graph.fates["encode"]
+    assert not isinstance(first, str)
+    fates = {**graph.fates, "encode": ({**first, **changed}, *others)}
+    return dataclasses.replace(plan, graphs=(dataclasses.replace(graph, fates=fates),))
 
 
 @pytest.mark.parametrize(
@@ -152,5 +153,6 @@ def test_a_code_that_cannot_be_is_refused(changed: dict[str, Any], message: str)
 
 
 def test_plans_between_ranks_carry_codes() -> None:
-    plan = GraphPlan(("a = b",), ("c",), 1, (SavedCode("mask", "bits", 12),))
+    code = {"value": "mask", "codec": "bits", "bytes": 12}
+    plan = GraphPlan(("a = b",), {"recompute": ("c",), "encode": (code,), "stash": (), "offload": ()})
     assert GraphPlan.from_json(plan.to_json()) == plan

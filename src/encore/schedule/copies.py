@@ -1,142 +1,74 @@
-"""The graph of a step that does not keep some of its feature maps: backward computes them again, decodes them, or loads
-them from a tier, where it needs them.
+"""The graph of a step that carries out fates: where backward needs a value, it recomputes, decodes or loads it.
 
 Recomputation is written down as operators of backward: copies of forward's that read what forward kept, or each other.
-A copy waits for no tangent, so `schedule/order.py` runs it right before its first reader; its memory goes back after
-its last. An encoded value is one more operator of forward, after its last reader there, and its copies are made by the
-decoder; so is one that leaves for a tier, whose copy is made by a load. Every other pass, the simulator and the
-replayer see plain operators.
+A copy waits for no tangent, so `schedule/order.py` runs it right before its first reader; its memory is freed after its
+last. Other fates add operators of their own: to forward, after the last reader of a value there, and to backward, where
+a copy would be. Every other pass, the simulator and the replayer see plain operators.
 
-One copy is not always enough. A cheap value that is read again much later is copied again: holding it would cost memory
-for the sake of a few microseconds. What a heavy operator made, or a load, is held until its last reader.
+One copy is not always enough. A cheap value that is read again much later is copied again: keeping it would cost memory
+to save a few microseconds. The result of a heavy operator, or of a load, is kept until its last reader.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from encore.codecs import CODECS
+from encore.fates import Fate, owners
+from encore.fates.fate import Shape
+from encore.fates.normalised import FROM_STATISTICS, Normalised, is_training_batch_norm
+from encore.fates.recompute import STATE_BYTES, device_of, results_of_copy
 from encore.graph import Graph, Op, OpClass, Storage, Value
-from encore.graph.ops import DRAWS_BY_SHAPE, classify, is_fusible
+from encore.graph.ops import classify, is_fusible
 from encore.graph.random_ops import DrawAgain, DrawState
-from encore.graph.tier_ops import TOKEN_BYTES, TOKEN_DTYPE, LoadFrom, StoreTo
+from encore.graph.tier_ops import is_transfer
 from encore.graph.values import Ref, block_bytes, contiguous_strides, map_refs, refs
-from encore.schedule.choice import Encoded, Offloaded
-from encore.schedule.normalised import FROM_STATISTICS, Normalised, is_training_batch_norm
 from encore.schedule.order import order_backward
 
 aten = torch.ops.aten
 PATIENCE = 4
-"""Operators that cannot be fused which may pass before a cheap copy is let go and made again."""
+"""Operators that cannot be fused which may pass before a cheap copy is freed and recomputed."""
 PATIENCE_WITHOUT_KERNELS = 1
 """Operators of any kind which may pass before that in the eager lowering, where a copy never melts into its reader."""
-RUN_AGAIN = frozenset({OpClass.CHEAP, OpClass.HEAVY, OpClass.RANDOM})
-STATE_BYTES = {"cpu": 5056, "cuda": 16}
-"""The size of a generator's state, by type of device."""
 
 
-def recomputable(graph: Graph) -> frozenset[int]:
-    """The values that forward may let go because running their operators again would give the same.
+@dataclass(frozen=True, slots=True)
+class CarriedOut:
+    """A step in which no value is kept that has another fate."""
 
-    Writes, messages between processes and unknown operators happen once; a draw can be repeated where its generator's
-    state can be kept. What the caller gets is held by the caller anyway. And an operator can only run again while its
-    operands are what they were: new contents of inputs and buffers are copied over the old ones before backward runs.
-    """
-    changing = _changing_storages(graph)
-    ours = owned(graph)
-    return frozenset(
-        value
-        for op in graph.ops
-        if op.forward and op.kind is not OpClass.VIEW and _can_run_again(graph, op, changing)
-        for value in _made_again(op)
-        if value in ours
-    )
+    graph: Graph
+    ops: Mapping[int, list[Op]]
+    """By value: the operators that keep it in another form and restore it."""
 
 
-def owned(graph: Graph) -> frozenset[int]:
-    """What forward makes in memory that is its own: of nobody outside, never written to again, of one owner."""
-    leaving = {graph.values[value].storage for value in (*graph.outputs, *graph.gradients) if value is not None}
-    foreign = graph.external | leaving | _changing_storages(graph) | {None}
-    made = [
-        value
-        for op in graph.ops
-        if op.forward and op.kind is not OpClass.VIEW
-        for value in op.writes
-        if value is not None
-    ]
-    owners_of = Counter(graph.values[value].storage for value in made)
-    return frozenset(
-        value for value in made if (storage := graph.values[value].storage) not in foreign and owners_of[storage] == 1
-    )
+def carry_out(graph: Graph, fates: Collection[Fate], *, exact: bool) -> Graph:
+    """The graph that carries out these fates. `exact` asks for the very bits that forward made; otherwise a
+    normalisation is computed again from its statistics, which saves the reductions."""
+    return carry_out_fates(graph, fates, exact=exact).graph
 
 
-def made_by(graph: Graph, names: Collection[str]) -> frozenset[int]:
-    """What the forward operators of these names make."""
-    ops = (op for op in graph.ops if op.forward and op.name in names)
-    return frozenset(value for op in ops for value in op.writes if value is not None)
+def carry_out_fates(graph: Graph, fates: Collection[Fate], *, exact: bool) -> CarriedOut:
+    """The graph that carries out these fates, and the operators that are there for each."""
+    in_place: dict[type[Fate], list[Fate]] = {}
+    for fate in fates:
+        if fate.in_place:
+            in_place.setdefault(type(fate), []).append(fate)
+    for kind, changed in in_place.items():
+        graph = kind.change_operators(graph, changed)
+    restored = {fate.value: fate for fate in fates if not fate.in_place}
+    return _Copies(graph, restored, exact).run() if restored else CarriedOut(graph, {})
 
 
-def _can_run_again(graph: Graph, op: Op, changing: set[int]) -> bool:
-    if not isinstance(op.target, torch._ops.OpOverload):
-        return False
-    if op.kind is OpClass.RANDOM:
-        known = _device(graph, op).partition(":")[0] in STATE_BYTES
-        if not known or op.target.overloadpacket.__name__ not in DRAWS_BY_SHAPE:
-            return False
-    if op.kind not in RUN_AGAIN:
-        return False
-    statistics = op.args[3:5] if is_training_batch_norm(op) else ()
-    unread = {argument.value for argument in statistics if isinstance(argument, Ref)}
-    return not any(graph.values[read].storage in changing for read in op.reads if read not in unread)
-
-
-def _made_again(op: Op) -> tuple[int | None, ...]:
-    """What a copy of an operator makes: of BatchNorm, not the running statistics, which are counted once."""
-    return op.writes[:3] if is_training_batch_norm(op) else op.writes
-
-
-def _changing_storages(graph: Graph) -> set[int]:
-    """Storages that do not hold in backward what they held in forward."""
-    writers = (op for op in graph.ops if op.kind is OpClass.MUTATING)
-    written = (*graph.mutated, *(value for op in writers for value in op.reads))
-    return {storage for value in written if (storage := graph.values[value].storage) is not None}
-
-
-def recompute(
-    graph: Graph,
-    dropped: Collection[int],
-    *,
-    exact: bool,
-    encode: Iterable[Encoded] = (),
-    offload: Iterable[Offloaded] = (),
-) -> Graph:
-    """The graph in which backward makes the `dropped` values again, decodes those to `encode`, and loads those to
-    `offload`. `exact` asks for the very bits that forward made; otherwise a normalisation is taken again from its
-    statistics, which saves the reductions."""
-    codes, moved = {one.value: one for one in encode}, {one.value: one.tier for one in offload}
-    return _Copier(graph, dropped, codes, moved, exact).run() if dropped or codes or moved else graph
-
-
-class _Copier:
-    def __init__(
-        self,
-        graph: Graph,
-        dropped: Collection[int],
-        codes: dict[int, Encoded],
-        moved: dict[int, str],
-        exact: bool,
-    ) -> None:
+class _Copies:
+    def __init__(self, graph: Graph, fates: Mapping[int, Fate], exact: bool) -> None:
         self.graph = graph
-        self.codes = codes
-        self.moved = moved
-        """By value: the tier that it, or its code, goes to."""
-        self.dropped = frozenset((*dropped, *codes, *moved))
+        self.fates = fates
         self.exact = exact
         self.patience = PATIENCE_WITHOUT_KERNELS if exact else PATIENCE
         self.values = [value.copy() for value in graph.values]
@@ -152,14 +84,14 @@ class _Copier:
         self.barriers = 0
         self.again: dict[str, int] = {}
         self.states: dict[int, int] = {}
-        self.made_codes: dict[int, int] = {}
-        self.loaded_codes: dict[int, int] = {}
+        self.made: dict[Fate, int] = {}
+        self.added: dict[int, list[Op]] = {}
 
-    def run(self) -> Graph:
+    def run(self) -> CarriedOut:
         order, _ = order_backward(self.graph)
         placed = set()
         for op in order:
-            if op.forward:  # a view, taken again by whoever needs it
+            if op.forward:  # a view, which its readers take again
                 continue
             placed.add(op.id)
             reads = {value: self._current(value) for value in op.reads}
@@ -168,11 +100,11 @@ class _Copier:
             if is_barrier(op, exact=self.exact):
                 self.barriers += 1
         for value in self.graph.gradients:
-            assert value is None or value not in self.dropped, "a gradient cannot be dropped"
+            assert value is None or value not in self.fates, "a gradient must be kept"
         self.backward += [op for op in self.graph.ops if not op.forward and op.id not in placed]
         return self._numbered()
 
-    def _numbered(self) -> Graph:
+    def _numbered(self) -> CarriedOut:
         ops = []
         forward = (
             one
@@ -180,14 +112,18 @@ class _Copier:
             if op.forward
             for one in (*self.before.get(op.id, ()), op, *self.after.get(op.id, ()))
         )
+        added = {id(op): value for value, found in self.added.items() for op in found}
+        ops_of: dict[int, list[Op]] = {}
         for number, op in enumerate((*forward, *self.backward)):
             ops.append(op if op.id == number else op.copy(number))
+            if id(op) in added:
+                ops_of.setdefault(added[id(op)], []).append(ops[-1])
             for written in op.writes:
                 if written is not None:
                     self.values[written].producer = number
             for read in op.reads:
                 self.values[read].readers.append(number)
-        return dataclasses.replace(self.graph, values=self.values, storages=self.storages, ops=ops)
+        return CarriedOut(dataclasses.replace(self.graph, values=self.values, storages=self.storages, ops=ops), ops_of)
 
     def _move_views(self, op: Op, reads: dict[int, int]) -> None:
         """What backward looks at through views of its own is in the copy's memory, no longer in the original's."""
@@ -222,21 +158,21 @@ class _Copier:
 
     def _standing(self, value: int) -> int | None:
         owner = self.owner.get(value)
-        if owner not in self.dropped:
+        fate = None if owner is None else self.fates.get(owner)
+        if owner is None or fate is None:
             return value
         if value not in self.copies:
             return None
-        maker = self.graph.producer(owner)
-        assert maker is not None
-        cheap = owner in self.codes or (owner not in self.moved and maker.kind is not OpClass.HEAVY)
-        if cheap and self.barriers - self.used[value] > self.patience:
+        once = self._maker(owner).kind is OpClass.HEAVY if fate.runs_again else fate.restored_once
+        if not once and self.barriers - self.used[value] > self.patience:
             del self.copies[value]
             return None
         self.used[value] = self.barriers
         return self.copies[value]
 
     def _inputs(self, op: Op, wanted: int) -> tuple[int, ...]:
-        if wanted in self.codes or wanted in self.moved:
+        fate = self.fates.get(wanted)
+        if fate is not None and not fate.runs_again:
             return ()
         form = self._form(op, wanted)
         return op.reads if form is None else form.reads
@@ -248,14 +184,12 @@ class _Copier:
         describe = FROM_STATISTICS.get(op.target)
         form = None if describe is None else describe(self.graph, op)
         statistics = () if form is None else (form.mean, form.scale)
-        return None if any(value in self.dropped for value in statistics) else form
+        return None if any(value in self.fates for value in statistics) else form
 
     def _copy(self, op: Op, wanted: int) -> None:
-        if wanted in self.codes:
-            self._record({wanted: self._decode(op, wanted)})
-            return
-        if wanted in self.moved:
-            self._record({wanted: self._load(op, wanted, self.moved[wanted], self.last_read[wanted])})
+        fate = self.fates.get(wanted)
+        if fate is not None and not fate.runs_again:
+            self._record({wanted: fate.restore(self)})
             return
         form = self._form(op, wanted)
         if form is not None:
@@ -264,11 +198,11 @@ class _Copier:
         reads = {value: self._current(value) for value in op.reads}
         target, args, kwargs = op.target, _swap(op.args, reads), _swap(op.kwargs, reads)
         if op.kind is OpClass.RANDOM:
-            target, args = DrawAgain(op.target, _device(self.graph, op)), (Ref(self._state(op)), *args)
+            target, args = DrawAgain(op.target, device_of(self.graph, op)), (Ref(self._state(op)), *args)
         elif is_training_batch_norm(op):  # running statistics are not read in training, and have moved on
             target, args = aten._native_batch_norm_legit.no_stats, (*args[:3], *args[5:])
         copy = self._emit(op, target, args, kwargs)
-        results = _made_again(op)
+        results = results_of_copy(op)
         made = {}
         storages: dict[int, int] = {}
         for value in results:
@@ -290,7 +224,7 @@ class _Copier:
             args=args,
             kwargs=kwargs,
             reads=tuple(dict.fromkeys(refs((args, kwargs)))),
-            kind=OpClass.CHEAP if random else classify(target),
+            kind=OpClass.CHEAP if random else _kind(target),
             forward=False,
             traced_in_forward=False,
             again=True,
@@ -333,7 +267,7 @@ class _Copier:
     def _state(self, op: Op) -> int:
         """The state of the generator before a draw: a value that forward makes and keeps."""
         if op.id not in self.states:
-            device = _device(self.graph, op)
+            device = device_of(self.graph, op)
             size = STATE_BYTES[device.partition(":")[0]]
             self.storages.append(Storage(len(self.storages), block_bytes(size, "cpu"), "cpu"))
             state = Value(0, f"{op.name}_state", len(self.storages) - 1, (size,), (1,), torch.uint8, size, None)
@@ -353,86 +287,54 @@ class _Copier:
             self.states[op.id] = number
         return self.states[op.id]
 
-    # -- codes -------------------------------------------------------------------------------------------------------
+    # -- what fates add ----------------------------------------------------------------------------------------------
 
-    def _decode(self, maker: Op, wanted: int) -> int:
-        value = self.graph.values[wanted]
-        assert value.storage is not None
-        assert value.dtype is not None
-        codec = CODECS[self.codes[wanted].codec]
-        code = self._code(maker, wanted)
-        if wanted in self.moved:
-            if code not in self.loaded_codes:
-                self.loaded_codes[code] = self._load(maker, code, self.moved[wanted], self.last_read[wanted])
-            code = self.loaded_codes[code]
-        args = codec.decode_args(Ref(code), value.shape, value.stride, value.dtype)
-        decoder = self._emit(maker, codec.decode, args, {})
-        decoder.name, decoder.returns_tuple = self._name(value.name, "decoded"), False
-        storage = self._new_storage(self.graph.storages[value.storage])
-        made = self._add(dataclasses.replace(value, name=self._name(value.name), storage=storage, role=None))
-        decoder.writes = (made,)
-        return made
+    def once(self, fate: Fate, make: Callable[[], int]) -> int:
+        """The value that `make` adds, at the first call for this fate; afterwards the same value."""
+        if fate not in self.made:
+            self.made[fate] = make()
+        return self.made[fate]
 
-    def _code(self, maker: Op, wanted: int) -> int:
-        """The code of a value: forward makes it once nobody there reads the value any more, and keeps it."""
-        if wanted not in self.made_codes:
-            encoded, value = self.codes[wanted], self.graph.values[wanted]
-            assert value.storage is not None
-            device = self.graph.storages[value.storage].device
-            self.storages.append(Storage(len(self.storages), block_bytes(encoded.bytes, device), device))
-            name = f"{value.name}_{encoded.codec}"
-            size = (encoded.bytes,)
-            number = self._add(Value(0, name, len(self.storages) - 1, size, (1,), torch.uint8, encoded.bytes, None))
-            codec = CODECS[encoded.codec]
-            args = codec.encode_args(Ref(wanted))
-            encoder = dataclasses.replace(
-                maker,
-                id=-1,
-                name=name,
-                target=codec.encode,
-                args=args,
-                kwargs={},
-                reads=(wanted,),
-                writes=(number,),
-                returns_tuple=False,
-                kind=classify(codec.encode),
-            )
-            self.after.setdefault(self.last_read[wanted], []).append(encoder)
-            self.made_codes[wanted] = number
-        return self.made_codes[wanted]
-
-    # -- tiers -------------------------------------------------------------------------------------------------------
-
-    def _load(self, maker: Op, wanted: int, tier: str, last_read: int) -> int:
-        """A value, or a code that forward has made, from the tier that forward puts it into."""
-        value = self.values[wanted]
-        assert value.storage is not None
-        token = self._add(
-            Value(0, f"{value.name}_token", self._token_storage(), (1,), (1,), TOKEN_DTYPE, TOKEN_BYTES, None)
-        )
-        store = dataclasses.replace(
-            maker,
+    def in_forward(
+        self, value: int, name: str, target: Any, args: tuple[Any, ...], shape: Shape, dtype: torch.dtype, device: str
+    ) -> int:
+        """Add an operator to forward, after the last reader of `value` there; return its contiguous result."""
+        size, stride = math.prod(shape) * dtype.itemsize, contiguous_strides(shape)
+        self.storages.append(Storage(len(self.storages), block_bytes(size, device), device))
+        made = self._add(Value(0, name, len(self.storages) - 1, shape, stride, dtype, size, None))
+        op = dataclasses.replace(
+            self._maker(value),
             id=-1,
-            name=f"{value.name}_store",
-            target=StoreTo(tier),
-            args=(Ref(wanted),),
+            name=name,
+            target=target,
+            args=args,
             kwargs={},
-            reads=(wanted,),
-            writes=(token,),
+            reads=tuple(dict.fromkeys(refs(args))),
+            writes=(made,),
             returns_tuple=False,
-            kind=OpClass.CHEAP,
+            kind=_kind(target),
         )
-        self.after.setdefault(last_read, []).append(store)
-        load = self._emit(maker, LoadFrom(tier), (Ref(token), value.shape, value.stride, value.dtype), {})
-        load.name, load.returns_tuple, load.kind = self._name(value.name, "load"), False, OpClass.CHEAP
-        storage = self._new_storage(self.storages[value.storage])
-        made = self._add(dataclasses.replace(value, name=self._name(value.name), storage=storage, role=None))
-        load.writes = (made,)
+        self.after.setdefault(self.last_read[value], []).append(op)
+        self.added.setdefault(value, []).append(op)
         return made
 
-    def _token_storage(self) -> int:
-        self.storages.append(Storage(len(self.storages), TOKEN_BYTES, "cpu"))
-        return len(self.storages) - 1
+    def in_backward(self, value: int, how: str, target: Any, args: tuple[Any, ...], like: int) -> int:
+        """Add an operator to backward, on behalf of `value`; return its result, of the shape and layout of another
+        value. `how` ends its name."""
+        known = self.values[like]
+        assert known.storage is not None
+        op = self._emit(self._maker(value), target, args, {})
+        op.name, op.returns_tuple = self._name(known.name, how), False
+        storage = self._new_storage(self.storages[known.storage])
+        made = self._add(dataclasses.replace(known, name=self._name(known.name), storage=storage, role=None))
+        op.writes = (made,)
+        self.added.setdefault(value, []).append(op)
+        return made
+
+    def _maker(self, value: int) -> Op:
+        maker = self.graph.producer(value)
+        assert maker is not None
+        return maker
 
     @functools.cached_property
     def last_read(self) -> dict[int, int]:
@@ -490,17 +392,8 @@ def is_barrier(op: Op, *, exact: bool) -> bool:
     return op.kind is not OpClass.VIEW and bool(op.reads) and (exact or not is_fusible(op.target))
 
 
-def owners(graph: Graph, *, forward_only: bool) -> dict[int, int]:
-    """For every value that is made, the value whose memory it looks at: itself, or what it is a view of."""
-    owner: dict[int, int] = {}
-    for op in graph.ops:
-        if forward_only and not op.forward:
-            continue
-        bases = [owner.get(read, read) for read in op.reads] if op.kind is OpClass.VIEW else []
-        for value in op.writes:
-            if value is not None:
-                owner[value] = bases[0] if bases else value
-    return owner
+def _kind(target: Any) -> OpClass:
+    return OpClass.CHEAP if is_transfer(target) else classify(target)
 
 
 def _reading(op: Op, reads: dict[int, int]) -> Op:
@@ -513,10 +406,3 @@ def _reading(op: Op, reads: dict[int, int]) -> Op:
 
 def _swap(argument: Any, reads: dict[int, int]) -> Any:
     return map_refs(argument, lambda value: Ref(reads[value]))
-
-
-def _device(graph: Graph, op: Op) -> str:
-    (value, *_) = (value for value in op.writes if value is not None)
-    storage = graph.values[value].storage
-    assert storage is not None
-    return graph.storages[storage].device

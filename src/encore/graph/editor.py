@@ -189,6 +189,26 @@ class Editor:
         storage.bytes = block_bytes(value.bytes, storage.device)
         self.changed = True
 
+    def call_with(self, op: Op, args: tuple[Any, ...]) -> None:
+        """Have an operator, where it is, be called with other arguments that are not values."""
+        self.graph.ops[op.id].args = args
+        self.changed = True
+
+    def resize(self, number: int, shape: Sequence[int]) -> None:
+        """Record that a value with memory of its own has another shape, and is contiguous."""
+        value = self.graph.values[number]
+        assert value.storage is not None
+        assert value.dtype is not None
+        storage = self.graph.storages[value.storage]
+        value.shape, value.stride = tuple(shape), contiguous_strides(shape)
+        value.bytes = math.prod(shape) * value.dtype.itemsize
+        storage.bytes = block_bytes(value.bytes, storage.device)
+        self.changed = True
+
+    def finish_in_place(self) -> Graph:
+        """The graph with every operator where it was: for changes that neither add, remove nor connect any."""
+        return self.graph if self.changed else self.original
+
     def finish(self) -> Graph:
         """The graph in order: as it was, as far as operators that wait for others allow. The original if unchanged."""
         if not self.changed:
