@@ -18,14 +18,14 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import encore
-from benchmarks.schema import Layout
+from benchmarks.schema import Layout, Written
 from benchmarks.workloads import TINY_SIZES, Workload, build
 from encore.codecs import CODECS, Codec
 from encore.machine import Machine, this_machine
@@ -79,12 +79,11 @@ class Training:
         return sum(last) / len(last)
 
 
-LAYOUT = Layout("encore_accuracy", 3)
-
-
 @dataclass(frozen=True, slots=True)
-class AccuracySuite:
+class AccuracySuite(Written):
     """One run of the suite."""
+
+    layout = Layout("encore_accuracy", 3)
 
     machine: Machine
     quick: bool
@@ -93,10 +92,6 @@ class AccuracySuite:
     """By workload."""
     seconds: float = 0.0
     """What all of it took."""
-
-    def to_json(self) -> str:
-        """Everything as JSON; `encore_accuracy` is the version of its layout."""
-        return LAYOUT.to_json(asdict(self))
 
 
 def run_accuracy(*, quick: bool = False) -> AccuracySuite:

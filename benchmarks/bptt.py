@@ -19,7 +19,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.compare import largest_difference
+from benchmarks.differences import largest_difference
 from benchmarks.offload import OPTIONS, WORKLOADS, OffloadRow, offload_rows
-from benchmarks.schema import Layout
+from benchmarks.schema import Layout, Written
 from encore.bptt import ScanReport, scan
 from encore.bptt.actions import Advance, Tape
 from encore.bptt.revolve import Revolve
@@ -101,12 +101,11 @@ class Outcome:
     """States that went to disk at another step than was planned, which changes the runs a little."""
 
 
-LAYOUT = Layout("encore_bench_bptt", 6)
-
-
 @dataclass(frozen=True, slots=True)
-class BpttSuite:
+class BpttSuite(Written):
     """One run of the suite."""
+
+    layout = Layout("encore_bench_bptt", 6)
 
     machine: Machine
     quick: bool
@@ -129,10 +128,6 @@ class BpttSuite:
 
     def of(self, system: str) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.system == system]
-
-    def to_json(self) -> str:
-        """Everything as JSON; `encore_bench_bptt` is the version of its layout."""
-        return LAYOUT.to_json(asdict(self))
 
 
 def _resident() -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.bptt import LOOP, SYSTEMS, BpttSuite, Outcome
+from benchmarks.markdown import markdown_table, suite_page
 from benchmarks.offload import KEPT, OffloadRow
-from benchmarks.table import machine_section, markdown_table
 from encore.terminal import terminal_table
 from encore.units import bytes_text, seconds_text
 
@@ -140,12 +140,10 @@ def _offloaded(suite: BpttSuite) -> list[tuple[str, ...]]:
 
 def page(suite: BpttSuite) -> str:
     """`docs/benchmarks-bptt.md`."""
-    quick = " --quick" if suite.quick else ""
-    lines = ["# Backpropagation through time", "", f"Written by `python -m benchmarks bptt{quick} --docs`.", ""]
-    lines += [*READING.splitlines(), "", "![Time and memory by length](benchmarks-bptt.png)", ""]
-    lines += [*markdown_table(COLUMNS, _rows(suite)), "", *(f"- {sentence}" for sentence in summary(suite)), ""]
+    sections = [*READING.splitlines(), "", "![Time and memory by length](benchmarks-bptt.png)", ""]
+    sections += [*markdown_table(COLUMNS, _rows(suite)), "", *(f"- {sentence}" for sentence in summary(suite)), ""]
     if suite.offloaded:
-        lines += ["## Feature maps on disk", "", *READING_OFFLOADED.splitlines(), ""]
-        lines += [*markdown_table(OFFLOADED, _offloaded(suite)), ""]
-    lines += machine_section(suite.machine, suite.seconds)
-    return "\n".join(lines)
+        sections += ["## Activations on disk", "", *READING_OFFLOADED.splitlines(), ""]
+        sections += [*markdown_table(OFFLOADED, _offloaded(suite)), ""]
+    title = "Backpropagation through time"
+    return suite_page(title, "bptt", suite.quick, sections, suite.machine, suite.seconds)

@@ -16,7 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import encore
 from benchmarks.attention import AttentionRow, attention_rows
-from benchmarks.compare import median_ratio, ratio_spread
-from benchmarks.schema import Layout
+from benchmarks.schema import Layout, Written
+from encore.compare.trainee import median_ratio, ratio_spread
 from encore.machine import Machine, this_machine
 from encore.progress import progress
 from encore.rnn import tuning
@@ -107,12 +107,11 @@ class Outcome:
     """How its work is laid out, where there is a choice."""
 
 
-LAYOUT = Layout("encore_bench_rnn", 4)
-
-
 @dataclass(frozen=True, slots=True)
-class LayerSuite:
+class LayerSuite(Written):
     """One run of the suite."""
+
+    layout = Layout("encore_bench_rnn", 4)
 
     machine: Machine
     quick: bool
@@ -122,10 +121,6 @@ class LayerSuite:
     """Sizes that are too large for this machine."""
     seconds: float = 0.0
     """What all of it took."""
-
-    def to_json(self) -> str:
-        """Everything as JSON; `encore_bench_rnn` is the version of its layout."""
-        return LAYOUT.to_json(asdict(self))
 
     def of(self, group: str) -> list[Outcome]:
         return [one for one in self.outcomes if one.case.group == group]

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.layers import PRODUCTS, THEIRS, LayerSuite, Outcome
-from benchmarks.table import machine_section, markdown_table, spread_text
+from benchmarks.markdown import markdown_table, suite_page
+from encore.compare.table import spread_text
 from encore.rnn.tuning import TORCHS
 from encore.terminal import terminal_table
 from encore.units import bytes_text, seconds_text
@@ -140,13 +141,10 @@ def render(suite: LayerSuite) -> str:
 
 def page(suite: LayerSuite) -> str:
     """`docs/benchmarks-rnn.md`."""
-    quick = " --quick" if suite.quick else ""
     columns, speeds = grid_rows(suite)
-    lines = ["# Recurrent layers", "", f"Written by `python -m benchmarks rnn{quick} --docs`.", ""]
-    lines += [*READING.splitlines(), ""]
-    lines += [*markdown_table(COLUMNS, rows(suite)), "", *(f"- {line}" for line in summary(suite)), ""]
-    lines += ["## LSTM, speed over the grid", "", "![Speed over the grid](benchmarks-rnn.png)", ""]
-    lines += [*markdown_table(columns, speeds), "", "## Additive attention's scores", ""]
-    lines += [*markdown_table(ATTENTION_COLUMNS, attention_cells(suite)), ""]
-    lines += machine_section(suite.machine, suite.seconds)
-    return "\n".join(lines)
+    sections = [*READING.splitlines(), ""]
+    sections += [*markdown_table(COLUMNS, rows(suite)), "", *(f"- {line}" for line in summary(suite)), ""]
+    sections += ["## LSTM, speed over the grid", "", "![Speed over the grid](benchmarks-rnn.png)", ""]
+    sections += [*markdown_table(columns, speeds), "", "## Additive attention's scores", ""]
+    sections += [*markdown_table(ATTENTION_COLUMNS, attention_cells(suite)), ""]
+    return suite_page("Recurrent layers", "rnn", suite.quick, sections, suite.machine, suite.seconds)

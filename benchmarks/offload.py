@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 import encore
-from benchmarks.compare import SEED, Trainee, largest_difference
+from benchmarks.differences import largest_difference
 from benchmarks.workloads import build, tiny
+from encore.compare.trainee import SEED, Trainee
 from encore.cost.lessons import STEPS
 
 WORKLOADS: dict[str, dict[str, int]] = {"resnet": {"batch_size": 8}, "speech": {}}
@@ -70,10 +71,10 @@ def _one_network(name: str, quick: bool, tell: Callable[[str], None]) -> list[Of
     for system, options in OPTIONS.items():
         asked = {"budget": floor, **options} if system == DISK_TOO else options
         if "tiers" in asked:
-            scout = Trainee(encore.compile(workload().model, lowering="eager", **asked), eager.batch)
+            scout = Trainee(encore.compile(workload().model, lowering="eager", **asked), eager.args)
             for _ in range(STEPS + 1):
                 scout.timed()
-        trainees[system] = Trainee(encore.compile(workload().model, lowering="eager", **asked), eager.batch)
+        trainees[system] = Trainee(encore.compile(workload().model, lowering="eager", **asked), eager.args)
         trainees[system].timed()
         if system == RECOMPUTED:
             report = encore.report(trainees[system].model)

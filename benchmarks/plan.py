@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
 from benchmarks.budgets import BudgetOutcome, sweep
 from benchmarks.contest import SUITES
 from benchmarks.planning import SIZES, PlanningTime, planning_time
-from benchmarks.schema import Layout
+from benchmarks.schema import Layout, Written
 from benchmarks.workloads import TINY_SIZES, build
 from encore.machine import Machine, this_machine
 from encore.progress import progress
@@ -19,12 +19,11 @@ from encore.progress import progress
 ROUNDS, QUICK_ROUNDS = 3, 1
 
 
-LAYOUT = Layout("encore_bench_plan", 4)
-
-
 @dataclass(frozen=True, slots=True)
-class PlanSuite:
+class PlanSuite(Written):
     """One run of the suite."""
+
+    layout = Layout("encore_bench_plan", 4)
 
     machine: Machine
     quick: bool
@@ -35,10 +34,6 @@ class PlanSuite:
     """How long it takes to plan large graphs."""
     seconds: float = 0.0
     """What all of it took."""
-
-    def to_json(self) -> str:
-        """Everything as JSON; `encore_bench_plan` is the version of its layout."""
-        return LAYOUT.to_json(asdict(self))
 
 
 def run_plan(*, quick: bool = False) -> PlanSuite:

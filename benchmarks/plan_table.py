@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 from benchmarks.budgets import BudgetOutcome
+from benchmarks.markdown import markdown_table, suite_page
 from benchmarks.plan import PlanSuite
 from benchmarks.planning import PlanningTime
-from benchmarks.table import machine_section, markdown_table, spread_text
+from encore.compare.table import spread_text
 from encore.terminal import terminal_table
 from encore.units import bytes_text, seconds_text
 
@@ -76,11 +77,9 @@ def render(suite: PlanSuite) -> str:
 
 def page(suite: PlanSuite) -> str:
     """`docs/benchmarks-plan.md`."""
-    quick = " --quick" if suite.quick else ""
-    lines = ["# Budgets", "", f"Written by `python -m benchmarks plan{quick} --docs`.", "", *BUDGETS.splitlines(), ""]
-    lines += ["![Budgets and peaks](benchmarks-plan.png)", "", *markdown_table(BUDGET_COLUMNS, _budget_rows(suite)), ""]
-    lines += [*(f"- {line}" for line in summary(suite)), f"- {suite.rounds} rounds a budget", ""]
-    lines += ["## Time to plan", "", PLANNING, ""]
-    lines += [*markdown_table(PLANNING_COLUMNS, [planning_cells(found) for found in suite.planning]), ""]
-    lines += machine_section(suite.machine, suite.seconds)
-    return "\n".join(lines)
+    sections = [*BUDGETS.splitlines(), "", "![Budgets and peaks](benchmarks-plan.png)", ""]
+    sections += [*markdown_table(BUDGET_COLUMNS, _budget_rows(suite)), ""]
+    sections += [*(f"- {line}" for line in summary(suite)), f"- {suite.rounds} rounds a budget", ""]
+    sections += ["## Time to plan", "", PLANNING, ""]
+    sections += [*markdown_table(PLANNING_COLUMNS, [planning_cells(found) for found in suite.planning]), ""]
+    return suite_page("Budgets", "plan", suite.quick, sections, suite.machine, suite.seconds)
