@@ -39,13 +39,13 @@ class BudgetOutcome:
 
 
 def sweep(name: str, sizes: dict[str, int], *, rounds: int) -> tuple[BudgetOutcome, ...]:
-    """Ten budgets on one workload, telling on stderr how far it is."""
+    """Ten budgets on one workload, reporting progress on stderr."""
     make = functools.partial(build, name, **sizes)
-    with progress(f"{name:<11}", BUDGETS + 1) as tell:
-        return _sweep(make, rounds, tell)
+    with progress(f"{name:<11}", BUDGETS + 1) as advance:
+        return _sweep(make, rounds, advance)
 
 
-def _sweep(make: Callable[[], Workload], rounds: int, tell: Callable[[str], None]) -> tuple[BudgetOutcome, ...]:
+def _sweep(make: Callable[[], Workload], rounds: int, advance: Callable[[str], None]) -> tuple[BudgetOutcome, ...]:
     batch = make().batch(0)
     kept = Trainee(encore.compile(make().model, overhead=0.0), batch)
     smallest = Trainee(encore.compile(make().model, budget="min"), batch)
@@ -55,7 +55,7 @@ def _sweep(make: Callable[[], Workload], rounds: int, tell: Callable[[str], None
     truth = kept.gradients()
     resident = encore.report(kept.model).resident
     floor, highest = (encore.report(side.model).planned.step_peak for side in (smallest, kept))
-    tell("floor and unplanned peak")
+    advance("floor and unplanned peak")
     found = []
     for number in range(BUDGETS):
         budget = round(floor + (highest - floor) * number / (BUDGETS - 1))
@@ -75,7 +75,7 @@ def _sweep(make: Callable[[], Workload], rounds: int, tell: Callable[[str], None
                 gradient_difference=relative_distance(planned.gradients(), truth),
             )
         )
-        tell(f"budget {number + 1}")
+        advance(f"budget {number + 1}")
         torch.compiler.reset()
         gc.collect()
     return tuple(found)

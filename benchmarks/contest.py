@@ -6,7 +6,7 @@ Encore with everything kept, at its default, as small as eager's time allows, at
 at its floor. In `gist` there is instead each method by itself and both together, within a tenth more than eager's time,
 and both once more within the memory of the better of the two. A system that fails, in its first step or later, is shown
 with its error, and one that is left out with the reason; where eager fails, that is all there is of its workload.
-Whoever interrupts a suite is shown the workloads that were done; nothing of them is written.
+An interrupted suite prints the workloads that were done and writes nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NO_SPEED = f"how much slower it may be is told by {KEPT!r}, which failed"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A workload, at a size where feature maps outweigh the gradients, and what its peers need to know of it."""
+    """A workload, at a size where activations outweigh the gradients, and what other systems need to know of it."""
 
     blocks: tuple[str, ...]
     """The classes of modules that a user would put a checkpoint around; none where layers follow one another."""
@@ -121,13 +121,13 @@ class ContestSuite(Written):
     gradients: dict[str, int]
     """Bytes of the gradients themselves, by workload that eager ran: no plan takes those away."""
     interrupted: bool = False
-    """Workloads are missing: somebody did not wait for them."""
+    """Workloads are missing: the run was interrupted."""
     seconds: float = 0.0
     """What all of it took."""
 
 
 def run_contest(suite: str, *, quick: bool = False, minutes: float | None = None) -> ContestSuite:
-    """Measure everything, telling on stderr how far it is. `quick` takes tiny sizes, fewer rounds and one
+    """Measure everything, reporting progress on stderr. `quick` takes tiny sizes, fewer rounds and one
     setting of `activation_memory_budget`. With `minutes`, every workload has an equal share of the time that is left,
     and systems that would take longer are left out; those of `ALWAYS` are not, and no row has fewer rounds."""
     ends = None if minutes is None else time.perf_counter() + 60 * minutes
@@ -176,10 +176,10 @@ def _compare(
     until: float | None = None,
 ) -> tuple[Outcome, ...]:
     peers = dict(_peers(entry, quick=quick))
-    with progress(f"{name:<11}", len(peers) + (len(methods) + 3 if methods else 5) + rounds) as tell:
+    with progress(f"{name:<11}", len(peers) + (len(methods) + 3 if methods else 5) + rounds) as advance:
         batch = make().batch(0)
         contest = Contest(
-            lambda: Trainee(make().model, batch), tell, rounds=rounds, until=until, like=_like, always=ALWAYS
+            lambda: Trainee(make().model, batch), advance, rounds=rounds, until=until, like=_like, always=ALWAYS
         )
         seconds = _measured(contest, peers, methods, rounds)
     if EAGER in contest.failures:  # nothing can be compared with it
@@ -215,7 +215,7 @@ def _measured(
     else:
         _enter_settings(contest, speed)
     contest.enter(FLOOR, functools.partial(encore.compile, budget="min"))
-    return contest.times(list(contest.trainees), rounds, contest.tell)
+    return contest.times(list(contest.trainees), rounds, contest.advance)
 
 
 def _enter_settings(contest: Contest, speed: float | None) -> None:

@@ -106,7 +106,7 @@ class FastSuite(Written):
 
 
 def run_fast(*, quick: bool = False) -> FastSuite:
-    """Measure everything, telling on stderr how far it is."""
+    """Measure everything, reporting progress on stderr."""
     rounds = QUICK_ROUNDS if quick else ROUNDS
     outcomes = {}
     for name in WORKLOADS:
@@ -121,15 +121,15 @@ def compare_systems(make: Callable[[], Workload], *, rounds: int) -> list[Outcom
     """All systems on one workload."""
     workload = make()
     batch = workload.batch(0)
-    with progress(f"{workload.name:<11}", len(SYSTEMS) + rounds) as tell:
+    with progress(f"{workload.name:<11}", len(SYSTEMS) + rounds) as advance:
         trainees = {}
         for system, compile_ in SYSTEMS.items():
             model = make().model
             trainees[system] = Trainee(compile_(model), batch)
             for _ in range(1 + WARM_UP):
                 trainees[system].timed()
-            tell(f"{system}: first step and warm-up")
-        seconds = interleaved_times({system: one.timed for system, one in trainees.items()}, rounds, tell)
+            advance(f"{system}: first step and warm-up")
+        seconds = interleaved_times({system: one.timed for system, one in trainees.items()}, rounds, advance)
     truth = _true_gradients(make(), batch)
     draws = not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(SEED).get_state())
     return [
@@ -167,18 +167,18 @@ def first_steps(*, quick: bool) -> list[FirstStep]:
     cases = [("torch.compile", steps, "cold"), ("Encore", steps, "cold"), ("Encore", steps, "warm")]
     found = []
     with (
-        progress("first steps", len(cases) + len(lengths)) as tell,
+        progress("first steps", len(cases) + len(lengths)) as advance,
         tempfile.TemporaryDirectory() as one,
         tempfile.TemporaryDirectory() as other,
     ):
         for system, length, cache in cases:
             found.append(_in_a_process(system, length, cache, Path(one), sizes))
-            tell(f"{system}, {length} steps, {cache}")
+            advance(f"{system}, {length} steps, {cache}")
         for length in lengths:
             found.append(
                 _in_a_process("Encore", length, "cold" if length == lengths[0] else "shared", Path(other), sizes)
             )
-            tell(f"Encore, {length} steps")
+            advance(f"Encore, {length} steps")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The suite `plan`: are budgets kept, what does keeping them cost, and how long does it take to plan?"""
+"""The suite `plan`: whether budgets are kept, the time that keeping them costs, and the time to plan."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PlanSuite(Written):
 
 
 def run_plan(*, quick: bool = False) -> PlanSuite:
-    """Measure everything, telling on stderr how far it is."""
+    """Measure everything, reporting progress on stderr."""
     rounds = QUICK_ROUNDS if quick else ROUNDS
     budgets = {}
     for name, entry in SUITES["echo"].items():
@@ -45,9 +45,9 @@ def run_plan(*, quick: bool = False) -> PlanSuite:
         torch.compiler.reset()
         gc.collect()
     planning = []
-    with progress("planning", len(SIZES)) as tell:
+    with progress("planning", len(SIZES)) as advance:
         for name, sizes in SIZES.items():
             make = functools.partial(build, name, **(TINY_SIZES[name] if quick else sizes))
             planning.append(planning_time(make))
-            tell(f"{name}: planned twice")
+            advance(f"{name}: planned twice")
     return PlanSuite(this_machine(), quick, rounds, budgets, tuple(planning))

@@ -22,7 +22,8 @@ are without the resident bytes (parameters, buffers, inputs). **/ everything kep
 plan that keeps everything, the median of the rounds with the lowest and the highest one, "within noise" where these are
 further apart than the median is from 1; **gradients** is the distance from that plan's."""
 PLANNING = """\
-From the traced joint graph to the chosen plan, beside `min_cut_rematerialization_partition` on the same graph."""
+From the traced joint graph to the chosen plan, compared with `min_cut_rematerialization_partition` on the same
+graph."""
 
 
 def budget_cells(workload: str, found: BudgetOutcome) -> tuple[str, ...]:

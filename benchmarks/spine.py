@@ -69,23 +69,23 @@ class Comparison:
         return self.predicted_peak / self.encore_peak - 1
 
 
-def compare_workload(build: Callable[[], Workload], *, rounds: int, tell: Advance = lambda note: None) -> Comparison:
-    """Measure one workload; `tell` is called after each of its `stages`."""
+def compare_workload(build: Callable[[], Workload], *, rounds: int, advance: Advance = lambda note: None) -> Comparison:
+    """Measure one workload; `advance` is called after each of its `STAGES`."""
     workload = build()
     eager = Trainee(workload.model, workload.batch(0))
     planned = Trainee(encore.compile(build().model, lowering="eager", overhead=0.0), eager.args)
     torch.manual_seed(SEED)
     first_step_seconds = planned.timed()
-    tell("first step through Encore")
+    advance("first step through Encore")
     for _ in range(WARM_UP):
         eager.timed()
         planned.timed()
-    tell("warm-up")
+    advance("warm-up")
     times = paired_times(eager.timed, planned.timed, rounds)
-    tell("interleaved rounds")
+    advance("interleaved rounds")
     eager_peak = eager.measured().step_peak
     encore_peak = planned.measured().step_peak
-    tell("peaks")
+    advance("peaks")
     report = encore.report(planned.model)
     stages = [graph.seconds for graph in report.graphs]
     capture_seconds = sum(seconds.get("capture", 0.0) + seconds.get("capture of repeats", 0.0) for seconds in stages)
@@ -114,7 +114,7 @@ def compare_workload(build: Callable[[], Workload], *, rounds: int, tell: Advanc
 
 
 STAGES = 4
-"""How often `compare` tells."""
+"""How often `compare_workload` reports progress."""
 
 
 def simulator_seconds(model: nn.Module) -> float:
@@ -145,8 +145,8 @@ def run_spine(*, quick: bool = False) -> SpineSuite:
     comparisons = []
     for name in WORKLOADS:
         make = functools.partial(build, name, **(TINY_SIZES[name] if quick else {}))
-        with progress(f"{name:<11}", STAGES) as tell:
-            comparisons.append(compare_workload(make, rounds=QUICK_ROUNDS if quick else ROUNDS, tell=tell))
+        with progress(f"{name:<11}", STAGES) as advance:
+            comparisons.append(compare_workload(make, rounds=QUICK_ROUNDS if quick else ROUNDS, advance=advance))
         torch.compiler.reset()  # the next workload starts without this one's graphs
         gc.collect()
     return SpineSuite(this_machine(), quick, tuple(comparisons))

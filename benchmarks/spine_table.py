@@ -51,10 +51,10 @@ def render(suite: SpineSuite) -> str:
 
 def notes(suite: SpineSuite) -> list[str]:
     """What a reader must know before quoting a number."""
-    told = [f"{found.workload}: plain PyTorch for {part}" for found in suite.comparisons for part in found.plain]
+    lines = [f"{found.workload}: plain PyTorch for {part}" for found in suite.comparisons for part in found.plain]
     if suite.quick:
-        told.append("tiny sizes: times are those of operator calls, not of arithmetic")
-    return told
+        lines.append("tiny sizes: times are those of operator calls, not of arithmetic")
+    return lines
 
 
 def page(suite: SpineSuite) -> str:

@@ -3,11 +3,11 @@
 An LSTM encoder-decoder with attention learns to translate written-out numbers from English to German. Both sides have
 the same seed, the same batches and the same optimizer, and take interleaved steps, so losses can be compared step
 by step and times round by round. Encore is given half of the bytes that the step needs. What is shown is that the loss
-curve is the same, that the trained model translates sentences it never saw, that the budget holds and what was
+curve is the same, that the trained model translates sentences it never saw, that the budget is kept and what was
 predicted is what was measured; and a page to look at, with what people would use instead: a checkpoint around each
 block, `save_on_cpu`, and `torch.compile` with an `activation_memory_budget`.
 
-Fused kernels round elsewhere than eager's, and training magnifies roundings. By how much, a third run tells: eager once
+Fused kernels round elsewhere than eager's, and training magnifies roundings. A third run shows by how much: eager once
 more, from weights that are one rounding away. A budget that was not kept, or losses further apart than that, are
 problems, and the command fails with them.
 """
@@ -224,11 +224,11 @@ def run(steps: int = STEPS, sizes: Mapping[str, int] = SIZES, budget: str = BUDG
 def _train(eager: Learner, planned: Learner, batch: Callable[[int], Batch], steps: int) -> tuple[PairedTimes, float]:
     """Interleaved steps of both sides, beginning with the other one every step; the first step stands apart."""
     pairs = []
-    with progress("training", steps) as tell:
+    with progress("training", steps) as advance:
         first = batch(0)
         eager.step(first)
         first_step_seconds = planned.step(first)
-        tell(f"compiled in {seconds_text(first_step_seconds)}")
+        advance(f"compiled in {seconds_text(first_step_seconds)}")
         for index in range(1, steps):
             data = batch(index)
             if index % 2:
@@ -237,7 +237,7 @@ def _train(eager: Learner, planned: Learner, batch: Callable[[int], Batch], step
             else:
                 other = planned.step(data)
                 pairs.append((eager.step(data), other))
-            tell(f"loss: eager {eager.losses[-1]:.4f}, Encore {planned.losses[-1]:.4f}")
+            advance(f"loss: eager {eager.losses[-1]:.4f}, Encore {planned.losses[-1]:.4f}")
     return PairedTimes(tuple(pairs)), first_step_seconds
 
 
@@ -247,15 +247,15 @@ def _nudged_losses(workload: Workload, steps: int) -> list[float]:
         for parameter in workload.model.parameters():
             parameter.copy_(parameter.nextafter(torch.full_like(parameter, torch.inf)))
     learner = Learner(workload.model, workload.learning_rate)
-    with progress("one rounding", steps) as tell:
+    with progress("one rounding", steps) as advance:
         for index in range(steps):
             learner.step(workload.batch(index))
-            tell(f"loss: eager, nudged {learner.losses[-1]:.4f}")
+            advance(f"loss: eager, nudged {learner.losses[-1]:.4f}")
     return learner.losses
 
 
 def _apart(ones: Sequence[float], others: Sequence[float]) -> float:
-    """The largest difference; infinite where there is a NaN, which no `max` would tell."""
+    """The largest difference; infinite where there is a NaN, which `max` ignores."""
     gaps = [abs(one - other) for one, other in zip(ones, others, strict=True)]
     return math.inf if any(map(math.isnan, gaps)) else max(gaps)
 
@@ -263,20 +263,20 @@ def _apart(ones: Sequence[float], others: Sequence[float]) -> float:
 def _sides(
     make: Callable[[], Workload], eager: nn.Module, planned: nn.Module, batch: Batch
 ) -> tuple[dict[str, Trainee], dict[str, str]]:
-    """What is drawn beside the plans, and the plan that keeps everything, by which all are measured: each with its
+    """What is drawn next to the plans, and the plan that keeps everything, by which all are measured: each with its
     first step behind it. And why peers are missing."""
     ours = {"eager": eager, "Encore": planned, "kept": encore.compile(make().model, overhead=0.0)}
     sides, failures = {name: Trainee(model, batch) for name, model in ours.items()}, {}
-    with progress("first steps", len(ours) + len(PEERS)) as tell:
+    with progress("first steps", len(ours) + len(PEERS)) as advance:
         for name, side in sides.items():
-            tell(f"{name}: {seconds_text(side.timed())}")
+            advance(f"{name}: {seconds_text(side.timed())}")
         for name, peer in PEERS.items():
             try:
                 side = Trainee(peer(make().model), batch)
-                tell(f"{name}: {seconds_text(side.timed())}")
+                advance(f"{name}: {seconds_text(side.timed())}")
             except Exception as error:  # what people would use instead may not run here at all
                 failures[name] = reason(error)
-                tell(f"{name}: failed")
+                advance(f"{name}: failed")
             else:
                 sides[name] = side
     return sides, failures
@@ -284,8 +284,8 @@ def _sides(
 
 def _against_everything_kept(sides: Mapping[str, Trainee]) -> tuple[dict[str, int], dict[str, float]]:
     """Measured peaks, and step times over that of the plan that keeps everything."""
-    with progress("beside others", ROUNDS) as tell:
-        seconds = interleaved_times({name: side.timed for name, side in sides.items()}, ROUNDS, tell)
+    with progress("compared with others", ROUNDS) as advance:
+        seconds = interleaved_times({name: side.timed for name, side in sides.items()}, ROUNDS, advance)
     peaks = {name: side.measured().step_peak for name, side in sides.items()}
     return peaks, {name: median_ratio(seconds[name], seconds["kept"]) for name in sides}
 

@@ -49,7 +49,7 @@ positional arguments:
 options:
   -h, --help  show this help message and exit
   --budget B  bytes, 2GiB, 500MB, 60% or min; exit code 2 if out of reach
-  --tiers T   where feature maps may go between forward and backward, such as disk or host,disk
+  --tiers T   where activations may be offloaded to, such as disk or host,disk
   --json      print the estimate as JSON
 """,
     "plan": """\
@@ -63,7 +63,7 @@ positional arguments:
 options:
   -h, --help   show this help message and exit
   --budget B   bytes, 2GiB, 500MB, 60% or min (default: min)
-  --tiers T    where feature maps may go between forward and backward, such as disk or host,disk
+  --tiers T    where activations may be offloaded to, such as disk or host,disk
   --save FILE  write the plan to FILE, for encore.compile(plan=FILE)
   --html FILE  write the plan's page to FILE, for a browser
   --json       print the plan as JSON

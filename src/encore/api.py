@@ -163,7 +163,7 @@ def estimate_with(
 
 
 def compiled_call(model: Callable[..., Any]) -> CompiledCall:
-    """The stand-in of a compiled module or function."""
+    """The replacement of the call of a compiled module or function."""
     if isinstance(model, CompiledCall):
         return model
     call = getattr(model, "_compiled_call_impl", None)

@@ -90,7 +90,7 @@ def test_what_went_to_disk_is_told() -> None:
 @pytest.mark.slow
 def test_networks_go_to_disk_and_back() -> None:
     told: list[str] = []
-    rows = offload_rows(quick=True, tell=told.append)
+    rows = offload_rows(quick=True, advance=told.append)
     assert [row.system for row in rows] == [*OPTIONS] * 2
     for row in rows:
         assert row.gradient_difference == 0

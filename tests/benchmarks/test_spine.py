@@ -48,7 +48,7 @@ def test_difference_of_gradients() -> None:
 
 def test_one_workload() -> None:
     told: list[str] = []
-    found = compare_workload(functools.partial(build, "transformer", **SMALL), rounds=3, tell=told.append)
+    found = compare_workload(functools.partial(build, "transformer", **SMALL), rounds=3, advance=told.append)
     assert len(told) == STAGES
     assert (found.workload, found.graphs, found.plain, found.rounds) == ("transformer", 1, (), 3)
     assert found.gradient_difference == 0.0

@@ -90,21 +90,21 @@ def run_env(arguments: argparse.Namespace) -> int:
 def run_estimate(arguments: argparse.Namespace) -> int:
     estimate = _estimate(arguments)
     shown: dict[str, Any] = {**estimate.report.to_dict(), "floor": estimate.floor, "pareto": estimate.pareto}
-    refusal: BudgetError | None = None
+    missed: BudgetError | None = None
     if arguments.budget is not None:
         try:
             estimate.plan(arguments.budget)
         except BudgetError as error:
-            refusal = error
-        shown |= {"budget": arguments.budget, "fits": refusal is None}
+            missed = error
+        shown |= {"budget": arguments.budget, "fits": missed is None}
     if arguments.json:
         print(json.dumps(shown, indent=2))
     else:
         print(estimate)
-        if arguments.budget is not None and refusal is None:
+        if arguments.budget is not None and missed is None:
             print(f"  fits a budget of {arguments.budget}")
-    if refusal is not None:
-        raise refusal
+    if missed is not None:
+        raise missed
     return DONE
 
 
@@ -119,7 +119,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         if file is not None:  # planning may take a while: say so before
             check_file(file)
     estimate = _estimate(arguments)
-    pareto = estimate.pareto  # which the report then tells exactly
+    pareto = estimate.pareto  # exact in the report from here on
     report = estimate.plan(arguments.budget)
     if arguments.save is not None:
         report.plan.save(arguments.save)

@@ -46,7 +46,7 @@ class Contest:
     def __init__(
         self,
         fresh: Callable[[], Trainee],
-        tell: Advance,
+        advance: Advance,
         *,
         rounds: int,
         until: float | None = None,
@@ -55,7 +55,7 @@ class Contest:
     ) -> None:
         self.fresh = fresh
         """Make the model, which no system has prepared yet, with its batch."""
-        self.tell = tell
+        self.advance = advance
         self.rounds = rounds
         self.until = until
         """When it should be over, by the clock of `time.perf_counter`; `None`: it may take any time."""
@@ -102,10 +102,10 @@ class Contest:
                 trainee.timed()
         except Exception as error:  # a system may raise anything; its row shows it
             self.failed(system, error)
-            self.tell(f"{system}: failed")
+            self.advance(f"{system}: failed")
             return None
         self.trainees[system] = trainee
-        self.tell(f"{system}: first step and warm-up")
+        self.advance(f"{system}: first step and warm-up")
         return trainee
 
     def _compare_gradients(self, system: str, trainee: Trainee, prepare: Callable[[Any], Any]) -> None:
@@ -147,7 +147,7 @@ class Contest:
 
     def leave_out(self, system: str, why: str) -> None:
         self.left_out[system] = why
-        self.tell(f"{system}: left out")
+        self.advance(f"{system}: left out")
 
     def failed(self, system: str, error: Exception) -> None:
         """The system is out, even if it took part until now."""
@@ -157,10 +157,10 @@ class Contest:
             self.budget_error = error.with_traceback(None)
         gc.collect()  # what the failed step allocated is in the frames of its exception
 
-    def times(self, names: Sequence[str], rounds: int, tell: Advance = lambda note: None) -> dict[str, list[float]]:
+    def times(self, names: Sequence[str], rounds: int, advance: Advance = lambda note: None) -> dict[str, list[float]]:
         """Interleaved step times of those systems that do not fail."""
         steps = {system: self.trainees[system].timed for system in names}
-        return interleaved_times(steps, rounds, tell, self.failed)
+        return interleaved_times(steps, rounds, advance, self.failed)
 
     def outcomes(self, seconds: dict[str, list[float]]) -> list[Outcome]:
         """A row for every system: those that ran, those that failed, and those that were left out."""

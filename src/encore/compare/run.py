@@ -88,10 +88,10 @@ def compare_systems(
     wanted = None if budget is None else parse_budget(budget)
     _require_real(target, model, args, kwargs)
     prepared = dict(_systems(model, budget, wanted))
-    with progress(target, len(prepared) + rounds) as tell, torch.random.fork_rng():
+    with progress(target, len(prepared) + rounds) as advance, torch.random.fork_rng():
         contest = Contest(
             functools.partial(_fresh, model, args, kwargs),
-            tell,
+            advance,
             rounds=rounds,
             until=None if minutes is None else started + 60 * minutes,
             like=_like,
@@ -104,7 +104,7 @@ def compare_systems(
             contest.enter(system, prepare)
             if system == EAGER and _float64_is_affordable(contest):
                 contest.compare_with_float64()
-        outcomes = contest.outcomes(contest.times(list(contest.trainees), rounds, tell))
+        outcomes = contest.outcomes(contest.times(list(contest.trainees), rounds, advance))
     if not any(one.ran for one in outcomes):
         first = outcomes[0]
         raise EncoreError(f"no system can train {target}; {first.system} fails with {first.failure}")

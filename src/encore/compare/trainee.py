@@ -103,7 +103,7 @@ def random_states() -> list[Tensor]:
 def interleaved_times(
     steps: Mapping[str, Callable[[], float]],
     rounds: int,
-    tell: Callable[[str], None] = lambda note: None,
+    advance: Callable[[str], None] = lambda note: None,
     failed: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, list[float]]:
     """Step times of several systems, round by round; the one that begins changes every round. A system that raises an
@@ -122,7 +122,7 @@ def interleaved_times(
                     raise
                 failed(system, error)
                 del seconds[system]
-        tell("interleaved rounds")
+        advance("interleaved rounds")
     return seconds
 
 

@@ -26,7 +26,7 @@ class Estimate:
     options: Options
 
     def beside(self, *, resident: int = 0, optimizer: Any = None) -> Estimate:
-        """The same step with so many bytes beside it, or with an optimizer's state: budgets must hold them, too."""
+        """The same step with so many more resident bytes, or with an optimizer's state, which count in budgets, too."""
         counted = make_options({"resident": resident, "optimizer": optimizer}).resident
         options = dataclasses.replace(self.options, resident=counted)
         report = report_of(self.report.name, self.captured, options)
@@ -58,7 +58,7 @@ class Estimate:
         return tuple(found)
 
     def fits(self, budget: int | float | str | Budget) -> bool:
-        """Is there a plan within the budget?"""
+        """Return whether there is a plan within the budget."""
         try:
             self._pick(dataclasses.replace(self.options, budget=parse_budget(budget), overhead=None))
         except BudgetError:

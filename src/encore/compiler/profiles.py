@@ -48,7 +48,7 @@ def profile_of(plans: Sequence[Plan], beside: int) -> Profile:
 
 
 def thinned(heights: Sequence[int], stretches: int) -> list[int]:
-    """Positions that tell the shape of a curve: all of a short one, else the lowest and highest of each stretch."""
+    """Positions that show the shape of a curve: all of a short one, else the lowest and highest of each stretch."""
     if len(heights) <= 2 * stretches:
         return list(range(len(heights)))
     kept = []

@@ -60,8 +60,8 @@ def _asked(options: Options) -> str:
 
 
 def _pareto(graphs: Sequence[CapturedGraph], resident: int, planned: Prediction) -> Curve:
-    """The plan that was taken and, for a step of one graph, those that were not: what several graphs would hold
-    together is known of plans that have been built, and only the one that is taken has."""
+    """The plan that was taken and, for a step of one graph, those that were not: the memory of several graphs
+    together is known of built plans only, and only the one that is taken was built."""
     taken = (resident + planned.step_peak, planned.overhead)
     if len(graphs) > 1:
         return (taken,)

@@ -8,27 +8,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Memory of one value. Where another one is written over it, it goes and the other comes, at once."""
+    """Memory of one value. If another value is written over it, the one ends and the other begins at once."""
 
     name: str
     """The value, as the graph calls it."""
     operator: str
-    """What makes it; empty for what was there before the step."""
+    """The operator that computes it; empty for what was alive before the step."""
     module: str
     source: str
     shape: tuple[int, ...]
     kind: str
-    """What it is there for."""
+    """Its kind, such as a gradient or a workspace."""
     bytes: int
     device: str
     born: int
-    """The event that brings it; births and deaths of a step are numbered together."""
+    """The event that allocates it; births and deaths of a step are numbered together."""
     died: int | None
-    """The event that takes it away; None where it outlives the step."""
+    """The event that frees it; None if it outlives the step."""
 
 
 def alive_at_peak(allocations: Sequence[Allocation]) -> list[Allocation]:
-    """What is there at the moment when most is, largest first."""
+    """What is alive at the peak, largest first."""
     events = [(allocation.born, allocation.bytes) for allocation in allocations]
     events += [(allocation.died, -allocation.bytes) for allocation in allocations if allocation.died is not None]
     held, highest, worst = 0, -1, 0

@@ -22,7 +22,7 @@ LAYERS = {
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Bytes held over one step, parameters and inputs included. Columns have one entry a point."""
+    """Bytes alive over one step, parameters and inputs included. Columns have one entry a point."""
 
     moments: int
     """How many moments the step has: after every operator, kernel and release."""
@@ -35,7 +35,7 @@ class Profile:
     bytes: dict[str, tuple[int, ...]]
     """A column for every one of `LAYERS`."""
     peak: int
-    """The point at which most is held."""
+    """The point of the peak."""
 
     @property
     def totals(self) -> tuple[int, ...]:

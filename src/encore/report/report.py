@@ -35,7 +35,7 @@ class Prediction:
     """A step, predicted."""
 
     step_peak: int
-    """Most bytes the step holds at once, gradients included, above what was alive when it began."""
+    """The peak of the step: most bytes alive at once, gradients included, above those alive when it began."""
     saved: int
     """Bytes alive between forward and backward."""
     overhead: float
@@ -47,14 +47,14 @@ class Prediction:
     profile: Profile
     """Memory over the step, by kind."""
     stall: float = 0.0
-    """Seconds, of those of the step, that it stands still for feature maps on their way to a tier or back."""
+    """Seconds of the step in which it waits for activations on their way to a tier or back."""
     moved: int = 0
     """Bytes that go to tiers."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionRow:
-    """What becomes of one feature map."""
+    """The decision for one activation."""
 
     value: str
     module: str
@@ -64,15 +64,15 @@ class DecisionRow:
     action: str
     why: str
     seconds: float
-    """What having it again costs."""
+    """The time that recomputing, decoding or reloading it takes."""
     operator: str = ""
-    """What makes it."""
+    """The operator that computes it."""
     held: int = 0
-    """Bytes that are held in its place between forward and backward: its own where it is kept."""
+    """Bytes that are saved for it between forward and backward: its own if it is kept."""
     code: str = ""
-    """What it is held as, if not as it is: a codec, or every how many steps a recurrent layer keeps its state."""
+    """How it is saved, if not as it is: a codec, or every how many steps a recurrent layer keeps its state."""
     lossless: bool = True
-    """Does it come back bit for bit?"""
+    """Whether backward reads it bit for bit."""
     largest: int | None = None
     """Bytes of its largest code so far, where they depend on the data: `held` is what was planned."""
     dense: int | None = None
@@ -82,10 +82,10 @@ class DecisionRow:
     density: float | None = None
     """The largest such share so far."""
     error: float | None = None
-    """How far off it came back at the first step, where it loses something: the largest difference as a share of its
+    """Its error at the first step, if its codec is lossy: the largest difference as a share of its
     largest number."""
     error_bound: float | None = None
-    """How far off it could have come back, in the same way: what its codec promises for such numbers."""
+    """The bound on that error: what its codec promises for such numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class LossyRow:
 
     @property
     def holds(self) -> bool | None:
-        """Is every measured error within the bound? None where there is no bound or no measurement."""
+        """Return whether every measured error is within the bound; None without a bound or a measurement."""
         return None if self.bound is None or self.error is None else self.error <= self.bound
 
 
@@ -136,7 +136,7 @@ class GraphRow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a step takes, and what was decided, as plain numbers and names: no graph and no tensor is held. `print` it,
+    """What a step takes, and what was decided, as plain numbers and names, without graphs and tensors. `print` it,
     look at it (`to_html`, `to_png`, `to_snapshot`), or take `to_json()`."""
 
     name: str
@@ -145,7 +145,7 @@ class Report:
     budget: int | None
     """Upper bound on resident + step_peak, in bytes, where one was given."""
     asked: str
-    """What the plan was to do."""
+    """The goal of the plan."""
     unplanned: Prediction
     planned: Prediction
     pareto: Curve
@@ -169,8 +169,8 @@ class Report:
 
     @property
     def densest_step_peak(self) -> int:
-        """What the step holds at most, should every map that was planned as sparse come out dense, and every integer
-        take all of its bytes. The predicted peak itself, where no code depends on the data."""
+        """The peak if every activation that was planned as sparse were dense, and every integer took all of its bytes.
+        The predicted peak itself, where no code depends on the data."""
         return self.planned.step_peak + sum(row.dense - row.held for row in self.decisions if row.dense is not None)
 
     @property
@@ -183,9 +183,9 @@ class Report:
         return total
 
     def to_dict(self) -> dict[str, Any]:
-        told = dataclasses.asdict(dataclasses.replace(self, plan=NO_PLAN, allocations=()))
-        del told["plan"], told["allocations"]
-        return {"encore_report": 1, **told}
+        found = dataclasses.asdict(dataclasses.replace(self, plan=NO_PLAN, allocations=()))
+        del found["plan"], found["allocations"]
+        return {"encore_report": 1, **found}
 
     def to_json(self) -> str:
         """The whole report as JSON; `encore_report` is the version of its layout."""
@@ -195,7 +195,7 @@ class Report:
         self, path: str | os.PathLike[str], *, measured: Sequence[Point] = (), peers: Sequence[Point] = ()
     ) -> Path:
         """Write a page with memory over the step, the plans there were and every decision. It opens without a network.
-        What was `measured`, and what `peers` take, are drawn beside the plans."""
+        What was `measured`, and what `peers` take, are drawn next to the plans."""
         from encore.report.page import page
 
         return write_whole(path, page(self, measured=measured, peers=peers).encode())

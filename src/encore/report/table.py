@@ -123,7 +123,7 @@ class Column:
     cell: Callable[[DecisionRow, int, str], str]
     right: bool = False
     shown: Callable[[Sequence[DecisionRow]], bool] = lambda rows: True
-    """Whether the column says anything about these rows."""
+    """Return whether the column has anything to show for these rows."""
 
 
 COLUMNS = (
