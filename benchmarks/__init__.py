@@ -1,13 +1,7 @@
-"""Eager PyTorch and Encore side by side: in one process, in turns, as ratios.
+"""Encore compared with other systems on the workloads of this repository: `python -m benchmarks SUITE`.
 
-`python -m benchmarks SUITE` runs a suite, from the repository's root; the package `encore` imports nothing of it.
-`compare` holds the measurement of one workload, `suite` runs them all, `table` shows them, `schema` says how they are
-written as JSON, `results` writes them, `command` reads the arguments. Models and data live in `workloads/` alone, and
-what decides or runs plans in the package.
+A suite is a row in `results`: a module that measures (`spine`, `fast`, `plan`, `contest`, `layers`, `accuracy`,
+`bptt`), one that shows it (`*_table`), and, if there is one, a picture in `plots`. `markdown` has what pages share,
+`schema` how results become JSON, `command` reads the arguments. Models and data are in `workloads/`; the systems and
+the interleaved rounds are in `encore/compare/`. The package `encore` imports nothing of it.
 """
-
-from benchmarks.compare import Comparison, Trainee, compare, in_turns
-from benchmarks.suite import SUITE, Suite, run_suite
-from encore.machine import Machine, this_machine
-
-__all__ = ["SUITE", "Comparison", "Machine", "Suite", "Trainee", "compare", "in_turns", "run_suite", "this_machine"]

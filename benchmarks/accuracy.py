@@ -1,4 +1,4 @@
-"""The suite `accuracy`: does a network learn as well when its feature maps are held in fewer bits?
+"""The suite `accuracy`: training with activations that are saved in fewer bits, compared with eager training.
 
 One CNN and one LSTM, each trained several times from the same weights on the same batches: by eager PyTorch; by eager
 once more with a single weight changed by its last bit, which shows how far rounding alone drives two runs apart; by
@@ -18,14 +18,14 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import encore
-from benchmarks.schema import Layout
+from benchmarks.schema import Layout, Written
 from benchmarks.workloads import TINY_SIZES, Workload, build
 from encore.codecs import CODECS, Codec
 from encore.machine import Machine, this_machine
@@ -40,14 +40,14 @@ CHECKED = 60
 """Steps after which the gradient error of lossy codecs is measured again. No divisor of `STEPS`: the step after these
 is the one whose peak is measured."""
 LOSSY = ("fp16", "fp10", "fp8_e4m3")
-"""Types that feature maps are held in, from the widest to the narrowest."""
+"""Types that activations are saved in, from the widest to the narrowest."""
 EAGER, ONE_ROUNDING_APART, LOSSLESS = "eager", "eager, one rounding apart", "Encore, lossless"
 BOUNDED = "Encore, lossy within 0.01"
 SEEDED = (EAGER, LOSSLESS, BOUNDED)
 """Variants that train from every seed; the others from the first."""
 SEEDS = (0, 1, 2)
 LAST = 20
-"""Steps at the end whose mean loss is told."""
+"""Steps at the end, whose mean loss is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,11 @@ class Training:
         return sum(last) / len(last)
 
 
-LAYOUT = Layout("encore_accuracy", 3)
-
-
 @dataclass(frozen=True, slots=True)
-class AccuracySuite:
+class AccuracySuite(Written):
     """One run of the suite."""
+
+    layout = Layout("encore_accuracy", 3)
 
     machine: Machine
     quick: bool
@@ -94,19 +93,15 @@ class AccuracySuite:
     seconds: float = 0.0
     """What all of it took."""
 
-    def to_json(self) -> str:
-        """Everything as JSON; `encore_accuracy` is the version of its layout."""
-        return LAYOUT.to_json(asdict(self))
-
 
 def run_accuracy(*, quick: bool = False) -> AccuracySuite:
-    """Train everything, telling on stderr how far it is."""
+    """Train everything, reporting progress on stderr."""
     steps = QUICK_STEPS if quick else STEPS
     trainings = {}
     for name, sizes in SIZES.items():
         make = functools.partial(build, name, **(TINY_SIZES[name] if quick else sizes))
-        with progress(f"{name:<11}", len(runs())) as tell:
-            trainings[name] = _trainings(make, steps, tell)
+        with progress(f"{name:<11}", len(runs())) as advance:
+            trainings[name] = _trainings(make, steps, advance)
     return AccuracySuite(this_machine(), quick, steps, trainings)
 
 
@@ -184,7 +179,7 @@ def runs() -> list[tuple[int, str]]:
     return [(seed, variant) for seed in SEEDS for variant in variants() if seed == SEEDS[0] or variant in SEEDED]
 
 
-def _trainings(make: Callable[..., Workload], steps: int, tell: Callable[[str], None]) -> tuple[Training, ...]:
+def _trainings(make: Callable[..., Workload], steps: int, advance: Callable[[str], None]) -> tuple[Training, ...]:
     found: list[Training] = []
     eager: dict[int, tuple[float, ...]] = {}
     for seed, variant in runs():
@@ -192,7 +187,7 @@ def _trainings(make: Callable[..., Workload], steps: int, tell: Callable[[str], 
         found.append(_train(variant, make(seed=seed), prepare, steps, eager.get(seed, ()), seed))
         if variant == EAGER:
             eager[seed] = found[-1].losses
-        tell(f"{variant}, seed {seed}: loss {found[-1].loss:.4f}")
+        advance(f"{variant}, seed {seed}: loss {found[-1].loss:.4f}")
         torch.compiler.reset()
         gc.collect()
     return tuple(found)
@@ -220,7 +215,7 @@ def _train(
         optimizer.step()
     finished = math.isfinite(losses[-1])
     off = max((abs(mine - its) / abs(its) for mine, its in zip(losses, truth, strict=False)), default=0.0)
-    off = off if finished else math.inf  # no `max` tells of a NaN
+    off = off if finished else math.inf  # `max` ignores a NaN
     optimizer.zero_grad(set_to_none=True)
     peak = encore.measure(lambda: model(*workload.batch(0)).backward()).step_peak
     score = workload.score(model) if finished else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.accuracy import BOUNDED, EAGER, LOSSLESS, SEEDS, AccuracySuite, Training, within_seed_noise
-from benchmarks.table import machine_section, markdown_table
+from benchmarks.markdown import markdown_table, suite_page
 from encore.terminal import terminal_table
 from encore.units import bytes_text
 
@@ -80,12 +80,9 @@ def render(suite: AccuracySuite) -> str:
 
 def page(suite: AccuracySuite) -> str:
     """`docs/benchmarks-accuracy.md`."""
-    quick = " --quick" if suite.quick else ""
-    lines = ["# Learning with encoded feature maps", ""]
-    lines += [f"Written by `python -m benchmarks accuracy{quick} --docs`.", ""]
-    lines += [*READING.splitlines(), "", "![The loss of every variant](benchmarks-accuracy.png)", ""]
-    lines += [*markdown_table(COLUMNS, _rows(suite)), "", f"- {suite.steps} steps a training", ""]
-    lines += ["## Over seeds", "", *SEEDS_READING.splitlines(), ""]
-    lines += [*markdown_table(NOISE_COLUMNS, noise_rows(suite)), ""]
-    lines += machine_section(suite.machine, suite.seconds)
-    return "\n".join(lines)
+    sections = [*READING.splitlines(), "", "![The loss of every variant](benchmarks-accuracy.png)", ""]
+    sections += [*markdown_table(COLUMNS, _rows(suite)), "", f"- {suite.steps} steps a training", ""]
+    sections += ["## Over seeds", "", *SEEDS_READING.splitlines(), ""]
+    sections += [*markdown_table(NOISE_COLUMNS, noise_rows(suite)), ""]
+    title = "Learning with encoded activations"
+    return suite_page(title, "accuracy", suite.quick, sections, suite.machine, suite.seconds)

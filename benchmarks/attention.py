@@ -1,7 +1,7 @@
-"""Additive attention: scores as one operator beside the formula written out, forward and backward, in turns.
+"""Additive attention: scores as one operator compared with the formula written out, forward and backward, interleaved.
 
-What autograd saves is counted by storage, operands included: they are what the operator keeps. Written out, the middle
-between query, keys and scores is B x Tq x Tk x H numbers; the operator's bytes do not know Tq x Tk x H.
+What autograd saves is counted by storage, operands included: they are what the operator keeps. Written out, the
+intermediate result of query, keys and scores has B x Tq x Tk x H numbers; the operator keeps nothing of that size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.compare import median_ratio
+from encore.compare.trainee import interleaved_times, median_ratio
 from encore.cost.measure import measure
 from encore.rnn import reference
 
@@ -83,12 +83,13 @@ def _row(name: str, sizes: tuple[int, int, int, int], rounds: int) -> AttentionR
         saved[way] = sum(kept.values())
         del found
         peaks[way] = measure(functools.partial(step, scores)).step_peak
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for number in range(rounds):
-        for way in list(ways)[:: 1 if number % 2 else -1]:
-            started = time.perf_counter()
-            step(ways[way])
-            times[way].append(time.perf_counter() - started)
+
+    def timed(scores: Scores) -> float:
+        started = time.perf_counter()
+        step(scores)
+        return time.perf_counter() - started
+
+    times = interleaved_times({way: functools.partial(timed, scores) for way, scores in ways.items()}, rounds)
     ratio = median_ratio(times["encore"], times["eager"])
     return AttentionRow(name, sizes, saved["eager"], saved["encore"], peaks["eager"], peaks["encore"], ratio)
 

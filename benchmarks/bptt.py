@@ -5,11 +5,11 @@ Revolve in memory; states on disk. Inputs are made when they are asked for, so t
 grows. A way goes through all lengths and back again, so that they are compared minutes apart at most. Peaks come from
 runs of their own, since watching every allocation takes time. The record of all allocations
 takes memory itself, so that of long sequences it is added up and begun again after every few thousand runs of a step;
-there, the way to disk alone is measured. What the process as a whole grew by is told at every length.
+there, the way to disk alone is measured. The growth of the whole process is reported at every length.
 With dropout in the step the same ways run once more, at the shortest length. Revolve's counts, for as many states as
-the budget has and a step a tape, are taken along its schedule at every length, without training, and held against the
+the budget has and a step a tape, are taken along its schedule at every length, without training, and compared with the
 closed formula of Griewank and Walther, and against the schedules of the package `checkpoint_schedules` where that is
-installed. Feature maps that go to disk follow (`offload.py`).
+installed. Activations on disk follow (`offload.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.compare import largest_difference
+from benchmarks.differences import largest_difference
 from benchmarks.offload import OPTIONS, WORKLOADS, OffloadRow, offload_rows
-from benchmarks.schema import Layout
+from benchmarks.schema import Layout, Written
 from encore.bptt import ScanReport, scan
 from encore.bptt.actions import Advance, Tape
 from encore.bptt.revolve import Revolve
@@ -101,19 +101,18 @@ class Outcome:
     """States that went to disk at another step than was planned, which changes the runs a little."""
 
 
-LAYOUT = Layout("encore_bench_bptt", 6)
-
-
 @dataclass(frozen=True, slots=True)
-class BpttSuite:
+class BpttSuite(Written):
     """One run of the suite."""
+
+    layout = Layout("encore_bench_bptt", 6)
 
     machine: Machine
     quick: bool
     budget: int
     state_bytes: int
     gradient_bytes: int
-    """Of the parameters, which every way holds."""
+    """Of the parameters, which every way allocates."""
     outcomes: tuple[Outcome, ...]
     published: dict[int, float]
     """By length: forwards a step of Revolve with a step a tape and as many states as the budget has."""
@@ -129,10 +128,6 @@ class BpttSuite:
 
     def of(self, system: str) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.system == system]
-
-    def to_json(self) -> str:
-        """Everything as JSON; `encore_bench_bptt` is the version of its layout."""
-        return LAYOUT.to_json(asdict(self))
 
 
 def _resident() -> int:
@@ -210,16 +205,16 @@ LONG_SYSTEMS = ("encore.scan, disk",)
 
 
 def run_bptt(*, quick: bool = False) -> BpttSuite:
-    """Measure everything, telling on stderr how far it is."""
+    """Measure everything, reporting progress on stderr."""
     lengths = QUICK_LENGTHS if quick else LENGTHS
     outcomes = _outcomes(lengths)
     parameters = sum(parameter.nbytes for parameter in _Model().cell.parameters())
     published = {steps: Revolve.forwards(steps, SLOTS) / steps for steps in lengths}
     counted = {steps: _counted(steps) / steps for steps in lengths}
-    with progress("with dropout", len(SYSTEMS)) as tell:
-        dropped = _with_dropout(lengths[0], tell)
-    with progress("to disk", len(WORKLOADS) * (len(OPTIONS) + 1)) as tell:
-        offloaded = offload_rows(quick=quick, tell=tell)
+    with progress("with dropout", len(SYSTEMS)) as advance:
+        dropped = _with_dropout(lengths[0], advance)
+    with progress("to disk", len(WORKLOADS) * (len(OPTIONS) + 1)) as advance:
+        offloaded = offload_rows(quick=quick, advance=advance)
     return BpttSuite(
         this_machine(), quick, BUDGET, STATE_BYTES, parameters, tuple(outcomes), published, counted, dropped,
         tuple(offloaded), _counted_by_others(lengths),
@@ -252,14 +247,14 @@ def _counted_by_others(lengths: Sequence[int]) -> dict[int, float] | None:
     return found
 
 
-def _with_dropout(steps: int, tell: Callable[[str], None]) -> dict[str, float]:
+def _with_dropout(steps: int, advance: Callable[[str], None]) -> dict[str, float]:
     """How far the gradients of every way are from those of the first."""
     found: dict[str, list[Tensor]] = {}
     for system in SYSTEMS:
         model = _Model(DROPOUT)
         _train(model, system, Inputs(steps))
         found[system] = model.gradients()
-        tell(system)
+        advance(system)
     first = next(iter(found.values()))
     return {system: largest_difference(gradients, first) for system, gradients in found.items()}
 
@@ -283,7 +278,7 @@ def _outcomes(lengths: Sequence[int]) -> list[Outcome]:
         }
         for steps in lengths
     }  # fmt: skip
-    with progress("in turns", sum(len(ways) for ways in found.values())) as tell:
+    with progress("interleaved", sum(len(ways) for ways in found.values())) as advance:
         for system in SYSTEMS:
             there = [steps for steps in lengths if system in found[steps]]
             _train(_Model(), system, Inputs(WARM_UP))
@@ -291,13 +286,15 @@ def _outcomes(lengths: Sequence[int]) -> list[Outcome]:
                 for _ in range(REPEATS.get(steps, 1)):
                     _run(system, steps, found[steps][system])
             for steps in there:
-                tell(f"{system}, {steps:,} steps: {statistics.median(found[steps][system].seconds) * 1e6:.0f} us each")
+                advance(
+                    f"{system}, {steps:,} steps: {statistics.median(found[steps][system].seconds) * 1e6:.0f} us each"
+                )
     outcomes = []
     for steps, ways in found.items():
-        with progress(f"peaks of {steps:,}", len(ways)) as tell:
+        with progress(f"peaks of {steps:,}", len(ways)) as advance:
             for system, runs in ways.items():
                 outcomes.append(_outcome(system, steps, runs, next(iter(ways.values()))))
-                tell(system)
+                advance(system)
     return outcomes
 
 
@@ -313,7 +310,7 @@ def _run(system: str, steps: int, runs: _Runs) -> None:
 
 
 def _outcome(system: str, steps: int, runs: _Runs, first: _Runs) -> Outcome:
-    """What the runs come to, beside those of the first way; and the peak, from one more."""
+    """The figures of the runs, gradients compared with those of the first way; and the peak, from one more run."""
     assert runs.model is not None
     assert first.model is not None
     xs, report = Inputs(steps), runs.model.report

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.bptt import LOOP, SYSTEMS, BpttSuite, Outcome
+from benchmarks.markdown import markdown_table, suite_page
 from benchmarks.offload import KEPT, OffloadRow
-from benchmarks.table import machine_section, markdown_table
 from encore.terminal import terminal_table
 from encore.units import bytes_text, seconds_text
 
@@ -23,7 +23,7 @@ to disk, a state that leaves late because the disk is busy changes the count a l
 difference from the first system of the same length. `encore.scan` runs Revolve over blocks of steps, as long as saves
 the most runs in the budget; the published schedule has a step a tape, and its counts are those of the closed formula of
 Griewank and Walther: r n - C(s + r, r - 1) runs without a tape. Where the package `checkpoint_schedules` is installed,
-the runs along its own schedule are counted beside them."""
+the runs along its own schedule are counted, too."""
 
 OFFLOADED = (
     "network", "way", "peak", "predicted", "step", "/ as it is", "predicted", "moved", "stands still", "predicted",
@@ -33,8 +33,8 @@ READING_OFFLOADED = """\
 `tiers="disk"` on whole networks, in the eager lowering. **Recomputing** is at the lowest peak that recomputing alone
 can reach, **with a disk** within that same peak with every method allowed, **a disk alone** at its own lowest peak.
 **Stands still** is how long a step's thread waits for bytes on their way, by the tier's clock; **predicted** follows
-what it predicts: here, what all waits of the schedule come to in a model of one channel beside the operators, told
-before the first of these steps by a planner that had seen others on this disk."""
+what it predicts: here, what all waits of the schedule come to in a model of one channel next to the operators,
+before the first of these steps, by a planner that had seen others on this disk."""
 
 
 def cells(found: Outcome, suite: BpttSuite) -> tuple[str, ...]:
@@ -105,20 +105,20 @@ def summary(suite: BpttSuite) -> list[str]:
 
 def stall_verdicts(suite: BpttSuite) -> list[str]:
     """How close the predicted stall of everything that moves is to the measured one."""
-    told = []
+    found = []
     for row in suite.offloaded:
         if row.moved and row.stall:
             ratio = row.predicted_stall / row.stall
             within = "within" if abs(ratio - 1) <= STALL_WITHIN else "NOT within"
-            told.append(
+            found.append(
                 f"{row.workload}, {row.system}: the predicted stall is {ratio:.2f} of the measured, {within} "
                 f"{STALL_WITHIN:.0%} of it"
             )
         elif row.moved:
-            told.append(
+            found.append(
                 f"{row.workload}, {row.system}: {seconds_text(row.predicted_stall)} of stall predicted, none met"
             )
-    return told
+    return found
 
 
 def _rows(suite: BpttSuite) -> list[tuple[str, ...]]:
@@ -140,12 +140,10 @@ def _offloaded(suite: BpttSuite) -> list[tuple[str, ...]]:
 
 def page(suite: BpttSuite) -> str:
     """`docs/benchmarks-bptt.md`."""
-    quick = " --quick" if suite.quick else ""
-    lines = ["# Backpropagation through time", "", f"Written by `python -m benchmarks bptt{quick} --docs`.", ""]
-    lines += [*READING.splitlines(), "", "![Time and memory by length](benchmarks-bptt.png)", ""]
-    lines += [*markdown_table(COLUMNS, _rows(suite)), "", *(f"- {sentence}" for sentence in summary(suite)), ""]
+    sections = [*READING.splitlines(), "", "![Time and memory by length](benchmarks-bptt.png)", ""]
+    sections += [*markdown_table(COLUMNS, _rows(suite)), "", *(f"- {sentence}" for sentence in summary(suite)), ""]
     if suite.offloaded:
-        lines += ["## Feature maps on disk", "", *READING_OFFLOADED.splitlines(), ""]
-        lines += [*markdown_table(OFFLOADED, _offloaded(suite)), ""]
-    lines += machine_section(suite.machine, suite.seconds)
-    return "\n".join(lines)
+        sections += ["## Activations on disk", "", *READING_OFFLOADED.splitlines(), ""]
+        sections += [*markdown_table(OFFLOADED, _offloaded(suite)), ""]
+    title = "Backpropagation through time"
+    return suite_page(title, "bptt", suite.quick, sections, suite.machine, suite.seconds)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 import encore
-from benchmarks.compare import Trainee, gradients, median_ratio, ratio_spread, relative_distance, times_in_turns
 from benchmarks.workloads import Workload, build
+from encore.compare.trainee import Trainee, interleaved_times, median_ratio, ratio_spread, relative_distance
 from encore.progress import progress
 
 BUDGETS = 10
@@ -22,7 +22,7 @@ class BudgetOutcome:
     """One workload under one budget. Bytes, and ratios to the same model with everything kept."""
 
     budget: int
-    """For what the step allocates: the resident bytes, which nobody chooses, are taken off."""
+    """For what the step allocates: without the resident bytes, which no plan changes."""
     predicted: int
     measured: int
     predicted_overhead: float
@@ -39,29 +39,29 @@ class BudgetOutcome:
 
 
 def sweep(name: str, sizes: dict[str, int], *, rounds: int) -> tuple[BudgetOutcome, ...]:
-    """Ten budgets on one workload, telling on stderr how far it is."""
+    """Ten budgets on one workload, reporting progress on stderr."""
     make = functools.partial(build, name, **sizes)
-    with progress(f"{name:<11}", BUDGETS + 1) as tell:
-        return _sweep(make, rounds, tell)
+    with progress(f"{name:<11}", BUDGETS + 1) as advance:
+        return _sweep(make, rounds, advance)
 
 
-def _sweep(make: Callable[[], Workload], rounds: int, tell: Callable[[str], None]) -> tuple[BudgetOutcome, ...]:
+def _sweep(make: Callable[[], Workload], rounds: int, advance: Callable[[str], None]) -> tuple[BudgetOutcome, ...]:
     batch = make().batch(0)
     kept = Trainee(encore.compile(make().model, overhead=0.0), batch)
     smallest = Trainee(encore.compile(make().model, budget="min"), batch)
     kept.timed()
     smallest.timed()
     kept.measured()
-    truth = gradients(kept.model)
+    truth = kept.gradients()
     resident = encore.report(kept.model).resident
     floor, highest = (encore.report(side.model).planned.step_peak for side in (smallest, kept))
-    tell("floor and unplanned peak")
+    advance("floor and unplanned peak")
     found = []
     for number in range(BUDGETS):
         budget = round(floor + (highest - floor) * number / (BUDGETS - 1))
         planned = Trainee(encore.compile(make().model, budget=resident + budget), batch)
         planned.timed()
-        seconds = times_in_turns({"kept": kept, "planned": planned}, rounds)
+        seconds = interleaved_times({"kept": kept.timed, "planned": planned.timed}, rounds)
         measured = planned.measured().step_peak
         report = encore.report(planned.model)
         found.append(
@@ -72,10 +72,10 @@ def _sweep(make: Callable[[], Workload], rounds: int, tell: Callable[[str], None
                 predicted_overhead=report.planned.overhead,
                 against_kept=median_ratio(seconds["planned"], seconds["kept"]),
                 spread=ratio_spread(seconds["planned"], seconds["kept"]),
-                gradient_difference=relative_distance(gradients(planned.model), truth),
+                gradient_difference=relative_distance(planned.gradients(), truth),
             )
         )
-        tell(f"budget {number + 1}")
+        advance(f"budget {number + 1}")
         torch.compiler.reset()
         gc.collect()
     return tuple(found)

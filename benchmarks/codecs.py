@@ -1,10 +1,10 @@
-"""How fast are encodings? Encoding and decoding beside a copy of the same feature map, in turns.
+"""The speed of encodings: encoding and decoding compared with a copy of the same activation, interleaved.
 
-A ratio of 1 is the speed at which memory is copied: bytes of the feature map over seconds, over those of `memcpy` into
-memory that is there already. Codecs allocate their results, as they do in a step. The copy goes first and last in
-turns, so that a machine that slows down slows both; ratios are medians over the rounds. Several feature maps take
-turns, so that none is found in a cache; each is small enough for the allocator to give the same memory again, since
-fresh pages cost more than either side.
+A ratio of 1 is the speed at which memory is copied: bytes of the activation over seconds, over those of `memcpy` into
+memory that is there already. Codecs allocate their results, as they do in a step. The copy goes first and last by
+round, so that a machine that slows down slows both; ratios are medians over the rounds. Several activations are used
+one after the other, so that none is found in a cache; each is small enough for the allocator to give the same memory
+again, since fresh pages cost more than either side.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ops = torch.ops.encore
 ELEMENTS = 1 << 22
 """16 MiB of float32."""
 SETS = 6
-"""Feature maps that take turns."""
+"""Activations that are used one after the other."""
 ROUNDS = 18
 DENSITY = 0.4
 """Of what a ReLU leaves behind."""
@@ -37,16 +37,16 @@ FLOATS = ("fp16", "bf16", "fp10", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """One operator on one feature map."""
+    """One operator on one activation."""
 
     name: str
     kind: str
     nbytes: int
-    """Of the feature map: what a copy would copy."""
+    """Of the activation: what a copy would copy."""
     code_bytes: int
     seconds: float
     against_copy: float
-    """Speed over that of a copy of the feature map."""
+    """Speed over that of a copy of the activation."""
 
     @property
     def bar(self) -> float | None:
@@ -55,7 +55,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A call on a feature map."""
+    """A call on an activation."""
 
     map: Tensor
     call: Callable[[], Any]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import results
-from encore.command_line import DONE, FAILED, CommandParser, run_command
+from encore.cli.command_line import DONE, FAILED, CommandParser, run_command
 from encore.errors import OptionError
 from encore.whole_files import check_file, check_folder, write_whole
 
@@ -25,7 +25,8 @@ def parser() -> argparse.ArgumentParser:
     summary = "Compare Encore with eager PyTorch and with torch.compile."
     top = CommandParser(prog="python -m benchmarks", description=summary)
     top.set_defaults(run=run)
-    suites = "spine, fast, plan, echo, gist, rnn, rnn-workloads, accuracy or bptt (default: echo)"
+    *names, last = results.SUITES
+    suites = f"{', '.join(names)} or {last} (default: echo)"
     top.add_argument("suite", nargs="?", default="echo", help=suites)
     top.add_argument("--quick", action="store_true", help="tiny sizes: does everything work?")
     top.add_argument("--minutes", type=float, help="leave systems out to be done in about so many minutes")
@@ -38,15 +39,16 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the suite, print it, and write what was asked for."""
-    if arguments.suite not in results.SUITES:
+    suite = results.SUITES.get(arguments.suite)
+    if suite is None:
         raise OptionError(f"no suite is called {arguments.suite!r}; known suites: {', '.join(results.SUITES)}")
     if arguments.schema:
-        print(json.dumps(results.schema(arguments.suite), indent=2))
+        print(json.dumps(suite.found.schema(), indent=2))
         return DONE
-    if arguments.plots is not None and arguments.suite not in results.DRAWN:
+    if arguments.plots is not None and suite.draw is None:
         raise OptionError(f"the suite {arguments.suite!r} has no picture; leave --plots out")
-    if arguments.minutes is not None and arguments.suite not in results.LIMITED:
-        limited = ", ".join(results.LIMITED)
+    if arguments.minutes is not None and not suite.takes_minutes:
+        limited = ", ".join(name for name, one in results.SUITES.items() if one.takes_minutes)
         raise OptionError(f"the suite {arguments.suite!r} leaves nothing out; --minutes is for {limited}")
     if arguments.minutes is not None and not 0 < arguments.minutes < math.inf:
         raise OptionError(f"--minutes {arguments.minutes:g} is no time to run a suite in; give a positive number")

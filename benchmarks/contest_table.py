@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from benchmarks.contest import (
@@ -17,9 +16,10 @@ from benchmarks.contest import (
     RECOMPUTING,
     WITHIN_BUDGET,
     ContestSuite,
-    Outcome,
 )
-from benchmarks.table import machine_section, markdown_table, spread_text
+from benchmarks.markdown import markdown_table, suite_page
+from encore.compare.outcome import Outcome
+from encore.compare.table import difference_text, ratio_text, reason_text
 from encore.terminal import terminal_table
 from encore.units import bytes_text, seconds_text
 
@@ -28,26 +28,24 @@ COLUMNS = (
     "first step", "gradients",
 )  # fmt: skip
 TITLES = {
-    "echo": "Encore beside what people would use instead",
+    "echo": "Encore compared with what people would use instead",
     "gist": "Image classifiers",
     "rnn-workloads": "Recurrent networks",
 }
-FAR = 0.1
-"""A distance beyond this is no rounding of full-precision numbers."""
 READING = """\
-All systems run in one process for each workload, in turns, on the same seed and batch; a step is forward and backward.
-**Peak** is what the allocator reports for one step, gradients included; **predicted** is what Encore said before it.
-**/ eager** is the step time over eager's in the same round: the median of the rounds, with the lowest and the highest
-round, "within noise" where these are further apart than the median is from 1. **Predicted step** is what Encore said a
-step takes, over the quietest step of all rounds. **Plan** is the time spent on planning in the first step (measuring
-operators for the first time included). **Gradients** is the distance of all gradients from eager's, relative to their
-size, "far off" beyond a tenth; where a model has dropout, a system that draws masks of its own has none."""
+All systems run in one process for each workload, interleaved, on the same seed and batch; a step is forward and
+backward. **Peak** is what the allocator reports for one step, gradients included; **predicted** is what Encore
+predicted. **/ eager** is the step time over eager's in the same round: the median of the rounds, with the lowest and
+the highest round, "within noise" where these are further apart than the median is from 1. **Predicted step** is what
+Encore predicted for a step, over the quietest step of all rounds. **Plan** is the time spent on planning in the first
+step (measuring operators for the first time included). **Gradients** is the distance of all gradients from eager's,
+relative to their size, "far off" beyond a tenth; where a model has dropout, a system that draws masks of its own has
+none."""
 
 
 def cells(workload: str, found: Outcome) -> tuple[str, ...]:
     if not found.ran:
-        why = f"failed: {found.failure}" if found.failure else f"left out: {found.left_out}"
-        return (workload, found.system, why, *[""] * (len(COLUMNS) - 3))
+        return (workload, found.system, reason_text(found), *[""] * (len(COLUMNS) - 3))
     return (
         workload,
         found.system,
@@ -55,25 +53,12 @@ def cells(workload: str, found: Outcome) -> tuple[str, ...]:
         f"{found.reduction:.2f}x",
         "" if found.predicted is None else bytes_text(found.predicted),
         seconds_text(found.seconds),
-        _ratio(found),
+        ratio_text(found),
         "" if found.predicted_seconds is None else f"{found.predicted_seconds / found.quietest:.2f}",
         "" if found.plan_seconds is None else seconds_text(found.plan_seconds),
         seconds_text(found.first_step),
-        _difference(found),
+        difference_text(found),
     )
-
-
-def _ratio(found: Outcome) -> str:
-    return "1.00" if found.system == "eager" else spread_text(found.against_eager, found.lowest, found.highest)
-
-
-def _difference(found: Outcome) -> str:
-    distance = found.gradient_difference
-    if math.isinf(distance):
-        return "not numbers"
-    if found.own_draws:
-        return "own draws"
-    return f"{distance:.1e}" + (", far off" if distance > FAR else "")
 
 
 def summary(suite: ContestSuite) -> list[str]:
@@ -100,7 +85,8 @@ def summary(suite: ContestSuite) -> list[str]:
 
 
 def both_against_each(workload: str, outcomes: Sequence[Outcome]) -> str:
-    """Encoding and recomputing together beside the better of the two: in the same time, and in the same memory."""
+    """Encoding and recomputing together compared with the better of the two: in the same time, and in the same
+    memory."""
     ran = {one.system: one for one in outcomes if one.ran}
     if not {ENCODING, RECOMPUTING, BOTH, AT_ITS_PEAK} <= ran.keys():
         return ""
@@ -124,11 +110,9 @@ def render(suite: ContestSuite) -> str:
 
 
 def page(suite: ContestSuite) -> str:
-    """`docs/benchmarks-echo.md` and its like."""
-    quick = " --quick" if suite.quick else ""
-    lines = [f"# {TITLES[suite.suite]}", "", f"Written by `python -m benchmarks {suite.suite}{quick} --docs`.", ""]
-    lines += [*READING.splitlines(), "", f"![What each system saves, and at which price](benchmarks-{suite.suite}.png)"]
-    lines += ["", *markdown_table(COLUMNS, _rows(suite)), "", *(f"- {line}" for line in summary(suite)), ""]
-    lines += [f"- {suite.rounds} rounds a workload, after warm-up", ""]
-    lines += machine_section(suite.machine, suite.seconds)
-    return "\n".join(lines)
+    """`docs/benchmarks-echo.md`, `-gist.md` and `-rnn-workloads.md`."""
+    sections = [*READING.splitlines(), ""]
+    sections += [f"![What each system saves, and at which price](benchmarks-{suite.suite}.png)", ""]
+    sections += [*markdown_table(COLUMNS, _rows(suite)), "", *(f"- {line}" for line in summary(suite)), ""]
+    sections += [f"- {suite.rounds} rounds a workload, after warm-up", ""]
+    return suite_page(TITLES[suite.suite], suite.suite, suite.quick, sections, suite.machine, suite.seconds)

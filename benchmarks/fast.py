@@ -1,7 +1,7 @@
-"""The suite `fast`: is owning the schedule paid for in speed? Eager, `torch.compile` and Encore in turns.
+"""The suite `fast`: step times of eager, `torch.compile` and Encore with everything kept.
 
-Step times and peaks come from one process for each workload, every system on the same seed and batch, the order turning
-round by round. How close gradients are to the truth is told by a float64 copy of the model. First steps are taken in
+Step times and peaks come from one process for each workload, every system on the same seed and batch, in interleaved
+rounds. The gradients are compared with those of a float64 copy of the model. First steps are taken in
 processes of their own, with empty caches (cold) and with those that the first left behind (warm).
 """
 
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,18 @@ import torch
 from torch import nn
 
 import encore
-from benchmarks import systems
-from benchmarks.compare import (
+from benchmarks.schema import Layout, Written
+from benchmarks.workloads import TINY_SIZES, Workload, build
+from encore.compare import systems
+from encore.compare.contest import WARM_UP
+from encore.compare.trainee import (
     SEED,
-    WARM_UP,
     Trainee,
-    gradients,
+    interleaved_times,
     median_ratio,
     ratio_spread,
     relative_distance,
-    times_in_turns,
 )
-from benchmarks.schema import Layout
-from benchmarks.workloads import TINY_SIZES, Workload, build
 from encore.machine import Machine, this_machine
 from encore.progress import progress
 
@@ -51,12 +50,12 @@ LONG, LONGER = 10, 60
 NMT_STEPS = 30
 
 SYSTEMS: dict[str, Callable[[nn.Module], Any]] = {
-    "eager": lambda model: model,
+    "eager": systems.eager,
     "torch.compile": systems.compiled,
     "Encore, eager lowering": functools.partial(encore.compile, lowering="eager", overhead=0.0),
     "Encore": functools.partial(encore.compile, overhead=0.0),
 }
-"""Encore keeps everything here: what its plans save, and at which price, is told by the suite `plan`."""
+"""Encore keeps everything here: the suite `plan` shows what its plans save, and at which price."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +89,11 @@ class FirstStep:
     kernels: int = 0
 
 
-LAYOUT = Layout("encore_bench_fast", 3)
-
-
 @dataclass(frozen=True, slots=True)
-class FastSuite:
+class FastSuite(Written):
     """One run of the suite."""
+
+    layout = Layout("encore_bench_fast", 3)
 
     machine: Machine
     quick: bool
@@ -106,12 +104,9 @@ class FastSuite:
     seconds: float = 0.0
     """What all of it took."""
 
-    def to_json(self) -> str:
-        return LAYOUT.to_json(asdict(self))
-
 
 def run_fast(*, quick: bool = False) -> FastSuite:
-    """Measure everything, telling on stderr how far it is."""
+    """Measure everything, reporting progress on stderr."""
     rounds = QUICK_ROUNDS if quick else ROUNDS
     outcomes = {}
     for name in WORKLOADS:
@@ -126,15 +121,15 @@ def compare_systems(make: Callable[[], Workload], *, rounds: int) -> list[Outcom
     """All systems on one workload."""
     workload = make()
     batch = workload.batch(0)
-    with progress(f"{workload.name:<11}", len(SYSTEMS) + rounds) as tell:
+    with progress(f"{workload.name:<11}", len(SYSTEMS) + rounds) as advance:
         trainees = {}
         for system, compile_ in SYSTEMS.items():
             model = make().model
             trainees[system] = Trainee(compile_(model), batch)
             for _ in range(1 + WARM_UP):
                 trainees[system].timed()
-            tell(f"{system}: first step and warm-up")
-        seconds = times_in_turns(trainees, rounds, tell)
+            advance(f"{system}: first step and warm-up")
+        seconds = interleaved_times({system: one.timed for system, one in trainees.items()}, rounds, advance)
     truth = _true_gradients(make(), batch)
     draws = not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(SEED).get_state())
     return [
@@ -146,7 +141,7 @@ def compare_systems(make: Callable[[], Workload], *, rounds: int) -> list[Outcom
             against_compile=median_ratio(seconds[system], seconds["torch.compile"]),
             peak=trainee.measured().step_peak,
             predicted=encore.report(trainee.model).planned.step_peak if system.startswith("Encore") else None,
-            gradient_error=relative_distance(gradients(trainee.model), truth),  # of the step just measured, from `SEED`
+            gradient_error=relative_distance(trainee.gradients(), truth),  # of the step just measured, from `SEED`
             own_draws=draws and systems.draws_its_own(SYSTEMS[system]),
         )
         for system, trainee in trainees.items()
@@ -158,7 +153,7 @@ def _true_gradients(workload: Workload, batch: Sequence[torch.Tensor]) -> list[t
     wide = tuple(part.double() if part.is_floating_point() else part for part in batch)
     torch.manual_seed(SEED)
     exact(*wide).backward()
-    return gradients(exact)
+    return [parameter.grad for parameter in exact.parameters() if parameter.grad is not None]
 
 
 # -- first steps, each in a process of its own -----------------------------------------------------------------------
@@ -172,18 +167,18 @@ def first_steps(*, quick: bool) -> list[FirstStep]:
     cases = [("torch.compile", steps, "cold"), ("Encore", steps, "cold"), ("Encore", steps, "warm")]
     found = []
     with (
-        progress("first steps", len(cases) + len(lengths)) as tell,
+        progress("first steps", len(cases) + len(lengths)) as advance,
         tempfile.TemporaryDirectory() as one,
         tempfile.TemporaryDirectory() as other,
     ):
         for system, length, cache in cases:
             found.append(_in_a_process(system, length, cache, Path(one), sizes))
-            tell(f"{system}, {length} steps, {cache}")
+            advance(f"{system}, {length} steps, {cache}")
         for length in lengths:
             found.append(
                 _in_a_process("Encore", length, "cold" if length == lengths[0] else "shared", Path(other), sizes)
             )
-            tell(f"Encore, {length} steps")
+            advance(f"Encore, {length} steps")
     return found
 
 
@@ -198,8 +193,8 @@ def _in_a_process(system: str, steps: int, cache: str, folder: Path, sizes: dict
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise encore.EncoreError(f"the first step of {system} failed: {done.stderr.strip().splitlines()[-1]}")
-    told = json.loads(done.stdout.splitlines()[-1])
-    return FirstStep(system, steps, cache, **told)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return FirstStep(system, steps, cache, **answer)
 
 
 def _take_first_step(asked: str) -> None:
@@ -210,11 +205,11 @@ def _take_first_step(asked: str) -> None:
     batch = workload.batch(0)
     started = time.perf_counter()
     model(*batch).backward()
-    told: dict[str, Any] = {"seconds": time.perf_counter() - started}
+    answer: dict[str, Any] = {"seconds": time.perf_counter() - started}
     if question["system"].startswith("Encore"):
         report = encore.report(model)
-        told |= {"stages": report.first_step, "kernels": sum(graph.kernels for graph in report.graphs)}
-    print(json.dumps(told))
+        answer |= {"stages": report.first_step, "kernels": sum(graph.kernels for graph in report.graphs)}
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":

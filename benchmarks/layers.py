@@ -1,4 +1,4 @@
-"""The suite `rnn`: Encore's recurrent layers beside `torch.nn`'s, layer by layer.
+"""The suite `rnn`: Encore's recurrent layers compared with `torch.nn`'s, layer by layer.
 
 A step is forward and backward of the layers alone, with gradients for input, states and weights, in one process and in
 turns. Beside the times stand the step's peak, what autograd saves between forward and backward, and for the largest
@@ -16,7 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import encore
 from benchmarks.attention import AttentionRow, attention_rows
-from benchmarks.compare import median_ratio, ratio_spread
-from benchmarks.schema import Layout
+from benchmarks.schema import Layout, Written
+from encore.compare.trainee import median_ratio, ratio_spread
 from encore.machine import Machine, this_machine
 from encore.progress import progress
 from encore.rnn import tuning
@@ -102,17 +102,16 @@ class Outcome:
     rounds: int
     peak: int = 0
     saved: int = 0
-    """What autograd holds between forward and backward, beside inputs and parameters."""
+    """What autograd saves between forward and backward, without inputs and parameters."""
     layout: str = ""
     """How its work is laid out, where there is a choice."""
 
 
-LAYOUT = Layout("encore_bench_rnn", 4)
-
-
 @dataclass(frozen=True, slots=True)
-class LayerSuite:
+class LayerSuite(Written):
     """One run of the suite."""
+
+    layout = Layout("encore_bench_rnn", 4)
 
     machine: Machine
     quick: bool
@@ -122,10 +121,6 @@ class LayerSuite:
     """Sizes that are too large for this machine."""
     seconds: float = 0.0
     """What all of it took."""
-
-    def to_json(self) -> str:
-        """Everything as JSON; `encore_bench_rnn` is the version of its layout."""
-        return LAYOUT.to_json(asdict(self))
 
     def of(self, group: str) -> list[Outcome]:
         return [one for one in self.outcomes if one.case.group == group]
@@ -151,7 +146,7 @@ def cases(*, quick: bool) -> list[Case]:
 
 
 def run_layers(*, quick: bool = False) -> LayerSuite:
-    """Measure everything, telling on stderr how far it is. `quick` takes few and small sizes."""
+    """Measure everything, reporting progress on stderr. `quick` takes few and small sizes."""
     outcomes: list[Outcome] = []
     asked: list[Case] = []
     left_out: list[Case] = []
@@ -159,30 +154,30 @@ def run_layers(*, quick: bool = False) -> LayerSuite:
         (asked if _fits(case) else left_out).append(case)
     if not quick:
         _tune(asked)
-    with progress("layers", len(asked) + 1) as tell:
+    with progress("layers", len(asked) + 1) as advance:
         for case in asked:
             seconds = QUICK_SECONDS if quick else SECONDS if case.group in ("grid", "cells") else HEADLINE_SECONDS
             found = {one.system: one for one in compare_layers(case, seconds)}
             outcomes += found.values()
-            tell(f"{case}: {found[case.stashes[0]].speed:.2f}x")
+            advance(f"{case}: {found[case.stashes[0]].speed:.2f}x")
             gc.collect()
         attention = attention_rows(quick=quick)
-        tell("attention")
+        advance("attention")
     return LayerSuite(this_machine(), quick, tuple(outcomes), tuple(attention), tuple(left_out))
 
 
 def _tune(asked: list[Case]) -> None:
     """Measure the layouts that are not known yet."""
     sizes = {size.key: size for case in asked if case.tuned for size in map(case.size, case.stashes)}
-    with progress("tuning", len(sizes)) as tell:
+    with progress("tuning", len(sizes)) as advance:
         for size in sizes.values():
             if not tuning.measured(size):
                 tuning.tune(size)
-            tell(f"{size.cell} T{size.steps} B{size.batch} H{size.hidden}: {tuning.of_module(size)}")
+            advance(f"{size.cell} T{size.steps} B{size.batch} H{size.hidden}: {tuning.of_module(size)}")
 
 
 def _fits(case: Case) -> bool:
-    """Will `torch.nn`'s step, all systems' inputs and what the allocator does not give back stay in memory?"""
+    """Return whether `torch.nn`'s step, all systems' inputs and what the allocator keeps stay in memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return case.steps * case.batch * case.hidden * case.layers * BYTES_A_UNIT <= memory * SHARE
 

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.layers import PRODUCTS, THEIRS, LayerSuite, Outcome
-from benchmarks.table import machine_section, markdown_table, spread_text
+from benchmarks.markdown import markdown_table, suite_page
+from encore.compare.table import spread_text
 from encore.rnn.tuning import TORCHS
 from encore.terminal import terminal_table
 from encore.units import bytes_text, seconds_text
@@ -15,12 +16,12 @@ from encore.units import bytes_text, seconds_text
 COLUMNS = ("layers", "system", "step", "speed", "/ products", "peak", "/ torch.nn's", "saved", "/ torch.nn's", "rounds",
            "layout")  # fmt: skip
 READING = """\
-Recurrent layers of `torch.nn` and of Encore in one process, in turns; a step is forward and backward of the layers
+Recurrent layers of `torch.nn` and of Encore in one process, interleaved; a step is forward and backward of the layers
 alone. **Speed** is `torch.nn`'s time over this one's, the median of the rounds with the lowest and the highest one,
 "within noise" where these are further apart than the median is from 1. **Products alone** are the step's
 matrix products, each in its fastest operand order and with nothing in between: a limit; **/ products** is a step's time
-over theirs. **Peak** is what the allocator reports for one step, gradients included; **saved** is what autograd holds
-between forward and backward beside inputs and parameters. `packed` sequences have lengths from T down to T / 4. Cells
+over theirs. **Peak** is what the allocator reports for one step, gradients included; **saved** is what autograd keeps
+between forward and backward without inputs and parameters. `packed` sequences have lengths from T down to T / 4. Cells
 are one step; the input is as wide as the layer. All but the largest sizes were tuned first, as `encore tune` does it;
 the fast form of a small LSTM may then be `torch.nn`'s own layer (*)."""
 
@@ -86,7 +87,7 @@ ATTENTION_COLUMNS = (
 
 
 def attention_cells(suite: LayerSuite) -> list[tuple[str, ...]]:
-    """Scores as one operator beside the formula written out."""
+    """Scores as one operator compared with the formula written out."""
     return [
         (
             one.name,
@@ -112,13 +113,13 @@ def summary(suite: LayerSuite) -> list[str]:
     for system in ("fast", "lean"):
         if speeds := grid(suite, system):
             mean = math.exp(statistics.fmean(map(math.log, speeds.values())))
-            told = f"{mean:.2f}x on average (geometric), at least {_least(speeds)}"
-            lines.append(f"LSTM over the grid, {system}: {told}")
+            average = f"{mean:.2f}x on average (geometric), at least {_least(speeds)}"
+            lines.append(f"LSTM over the grid, {system}: {average}")
             left = left_to_torch(suite, system)
             own = {size: speed for size, speed in speeds.items() if size not in left}
             if left and own:
-                told = f"{len(left)} of these are left to torch.nn's own layer"
-                lines.append(f"{told}; the others are at least {_least(own)}")
+                left_text = f"{len(left)} of these are left to torch.nn's own layer"
+                lines.append(f"{left_text}; the others are at least {_least(own)}")
     if suite.left_out:
         lines.append(f"too large for this machine's memory: {', '.join(map(str, suite.left_out))}")
     return lines
@@ -140,13 +141,10 @@ def render(suite: LayerSuite) -> str:
 
 def page(suite: LayerSuite) -> str:
     """`docs/benchmarks-rnn.md`."""
-    quick = " --quick" if suite.quick else ""
     columns, speeds = grid_rows(suite)
-    lines = ["# Recurrent layers", "", f"Written by `python -m benchmarks rnn{quick} --docs`.", ""]
-    lines += [*READING.splitlines(), ""]
-    lines += [*markdown_table(COLUMNS, rows(suite)), "", *(f"- {line}" for line in summary(suite)), ""]
-    lines += ["## LSTM, speed over the grid", "", "![Speed over the grid](benchmarks-rnn.png)", ""]
-    lines += [*markdown_table(columns, speeds), "", "## Additive attention's scores", ""]
-    lines += [*markdown_table(ATTENTION_COLUMNS, attention_cells(suite)), ""]
-    lines += machine_section(suite.machine, suite.seconds)
-    return "\n".join(lines)
+    sections = [*READING.splitlines(), ""]
+    sections += [*markdown_table(COLUMNS, rows(suite)), "", *(f"- {line}" for line in summary(suite)), ""]
+    sections += ["## LSTM, speed over the grid", "", "![Speed over the grid](benchmarks-rnn.png)", ""]
+    sections += [*markdown_table(columns, speeds), "", "## Additive attention's scores", ""]
+    sections += [*markdown_table(ATTENTION_COLUMNS, attention_cells(suite)), ""]
+    return suite_page("Recurrent layers", "rnn", suite.quick, sections, suite.machine, suite.seconds)

@@ -1,8 +1,8 @@
-"""Feature maps on disk, the second part of the suite `bptt`: how long a step stands still, as told and as measured.
+"""Activations on disk, the second part of the suite `bptt`: how long a step waits, as predicted and as measured.
 
 Each network runs in the eager lowering, whose gradients are PyTorch's bit for bit, in four ways: as it is; recomputing
-alone, at the lowest peak it can reach; every method with a disk beside them, within that same peak; and a disk alone,
-at its own lowest peak, where most bytes move and there is most to wait for. How fast the disk is beside such steps is
+alone, at the lowest peak it can reach; every method with a disk, too, within that same peak; and a disk alone,
+at its own lowest peak, where most bytes move and there is most to wait for. How fast the disk is next to such steps is
 learnt from a few of them first (`cost/lessons.py`), by a model that is then thrown away: what is predicted was said by
 a planner that had seen steps on this disk, not these.
 
@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 import encore
-from benchmarks.compare import SEED, Trainee, largest_difference
+from benchmarks.differences import largest_difference
 from benchmarks.workloads import build, tiny
+from encore.compare.trainee import SEED, Trainee
 from encore.cost.lessons import STEPS
 
 WORKLOADS: dict[str, dict[str, int]] = {"resnet": {"batch_size": 8}, "speech": {}}
@@ -54,12 +55,12 @@ class OffloadRow:
     rounds: int
 
 
-def offload_rows(*, quick: bool, tell: Callable[[str], None]) -> list[OffloadRow]:
-    """All networks in all ways, in turns."""
-    return [row for name in WORKLOADS for row in _one_network(name, quick, tell)]
+def offload_rows(*, quick: bool, advance: Callable[[str], None]) -> list[OffloadRow]:
+    """All networks in all ways, interleaved."""
+    return [row for name in WORKLOADS for row in _one_network(name, quick, advance)]
 
 
-def _one_network(name: str, quick: bool, tell: Callable[[str], None]) -> list[OffloadRow]:
+def _one_network(name: str, quick: bool, advance: Callable[[str], None]) -> list[OffloadRow]:
     def workload() -> Any:
         return tiny(name) if quick else build(name, **WORKLOADS[name])
 
@@ -70,15 +71,15 @@ def _one_network(name: str, quick: bool, tell: Callable[[str], None]) -> list[Of
     for system, options in OPTIONS.items():
         asked = {"budget": floor, **options} if system == DISK_TOO else options
         if "tiers" in asked:
-            scout = Trainee(encore.compile(workload().model, lowering="eager", **asked), eager.batch)
+            scout = Trainee(encore.compile(workload().model, lowering="eager", **asked), eager.args)
             for _ in range(STEPS + 1):
                 scout.timed()
-        trainees[system] = Trainee(encore.compile(workload().model, lowering="eager", **asked), eager.batch)
+        trainees[system] = Trainee(encore.compile(workload().model, lowering="eager", **asked), eager.args)
         trainees[system].timed()
         if system == RECOMPUTED:
             report = encore.report(trainees[system].model)
             floor = report.resident + report.planned.step_peak
-        tell(f"{name}, {system}: planned")
+        advance(f"{name}, {system}: planned")
     rounds = QUICK_ROUNDS if quick else ROUNDS
     seconds: dict[str, list[float]] = {system: [] for system in trainees}
     stalls: dict[str, list[float]] = {system: [] for system in trainees}
@@ -96,7 +97,7 @@ def _one_network(name: str, quick: bool, tell: Callable[[str], None]) -> list[Of
                 largest_difference(_gradients(trainee), expected), rounds,
             )
         )  # fmt: skip
-    tell(f"{name}: measured")
+    advance(f"{name}: measured")
     return rows
 
 

@@ -1,17 +1,17 @@
-"""The suite `plan`: are budgets kept, what does keeping them cost, and how long does it take to plan?"""
+"""The suite `plan`: whether budgets are kept, the time that keeping them costs, and the time to plan."""
 
 from __future__ import annotations
 
 import functools
 import gc
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
 from benchmarks.budgets import BudgetOutcome, sweep
 from benchmarks.contest import SUITES
 from benchmarks.planning import SIZES, PlanningTime, planning_time
-from benchmarks.schema import Layout
+from benchmarks.schema import Layout, Written
 from benchmarks.workloads import TINY_SIZES, build
 from encore.machine import Machine, this_machine
 from encore.progress import progress
@@ -19,12 +19,11 @@ from encore.progress import progress
 ROUNDS, QUICK_ROUNDS = 3, 1
 
 
-LAYOUT = Layout("encore_bench_plan", 4)
-
-
 @dataclass(frozen=True, slots=True)
-class PlanSuite:
+class PlanSuite(Written):
     """One run of the suite."""
+
+    layout = Layout("encore_bench_plan", 4)
 
     machine: Machine
     quick: bool
@@ -36,13 +35,9 @@ class PlanSuite:
     seconds: float = 0.0
     """What all of it took."""
 
-    def to_json(self) -> str:
-        """Everything as JSON; `encore_bench_plan` is the version of its layout."""
-        return LAYOUT.to_json(asdict(self))
-
 
 def run_plan(*, quick: bool = False) -> PlanSuite:
-    """Measure everything, telling on stderr how far it is."""
+    """Measure everything, reporting progress on stderr."""
     rounds = QUICK_ROUNDS if quick else ROUNDS
     budgets = {}
     for name, entry in SUITES["echo"].items():
@@ -50,9 +45,9 @@ def run_plan(*, quick: bool = False) -> PlanSuite:
         torch.compiler.reset()
         gc.collect()
     planning = []
-    with progress("planning", len(SIZES)) as tell:
+    with progress("planning", len(SIZES)) as advance:
         for name, sizes in SIZES.items():
             make = functools.partial(build, name, **(TINY_SIZES[name] if quick else sizes))
             planning.append(planning_time(make))
-            tell(f"{name}: planned twice")
+            advance(f"{name}: planned twice")
     return PlanSuite(this_machine(), quick, rounds, budgets, tuple(planning))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 from benchmarks.budgets import BudgetOutcome
+from benchmarks.markdown import markdown_table, suite_page
 from benchmarks.plan import PlanSuite
 from benchmarks.planning import PlanningTime
-from benchmarks.table import machine_section, markdown_table, spread_text
+from encore.compare.table import spread_text
 from encore.terminal import terminal_table
 from encore.units import bytes_text, seconds_text
 
@@ -21,7 +22,8 @@ are without the resident bytes (parameters, buffers, inputs). **/ everything kep
 plan that keeps everything, the median of the rounds with the lowest and the highest one, "within noise" where these are
 further apart than the median is from 1; **gradients** is the distance from that plan's."""
 PLANNING = """\
-From the traced joint graph to the chosen plan, beside `min_cut_rematerialization_partition` on the same graph."""
+From the traced joint graph to the chosen plan, compared with `min_cut_rematerialization_partition` on the same
+graph."""
 
 
 def budget_cells(workload: str, found: BudgetOutcome) -> tuple[str, ...]:
@@ -76,11 +78,9 @@ def render(suite: PlanSuite) -> str:
 
 def page(suite: PlanSuite) -> str:
     """`docs/benchmarks-plan.md`."""
-    quick = " --quick" if suite.quick else ""
-    lines = ["# Budgets", "", f"Written by `python -m benchmarks plan{quick} --docs`.", "", *BUDGETS.splitlines(), ""]
-    lines += ["![Budgets and peaks](benchmarks-plan.png)", "", *markdown_table(BUDGET_COLUMNS, _budget_rows(suite)), ""]
-    lines += [*(f"- {line}" for line in summary(suite)), f"- {suite.rounds} rounds a budget", ""]
-    lines += ["## Time to plan", "", PLANNING, ""]
-    lines += [*markdown_table(PLANNING_COLUMNS, [planning_cells(found) for found in suite.planning]), ""]
-    lines += machine_section(suite.machine, suite.seconds)
-    return "\n".join(lines)
+    sections = [*BUDGETS.splitlines(), "", "![Budgets and peaks](benchmarks-plan.png)", ""]
+    sections += [*markdown_table(BUDGET_COLUMNS, _budget_rows(suite)), ""]
+    sections += [*(f"- {line}" for line in summary(suite)), f"- {suite.rounds} rounds a budget", ""]
+    sections += ["## Time to plan", "", PLANNING, ""]
+    sections += [*markdown_table(PLANNING_COLUMNS, [planning_cells(found) for found in suite.planning]), ""]
+    return suite_page("Budgets", "plan", suite.quick, sections, suite.machine, suite.seconds)

@@ -1,4 +1,5 @@
-"""How long planning takes: from the traced joint graph to the chosen plan, beside PyTorch's partitioner on that graph.
+"""How long planning takes: from the traced joint graph to the chosen plan, compared with PyTorch's partitioner on that
+graph.
 
 Both get the same joint graph in the same process; neither tracing nor the compilation of kernels counts. What Encore
 measures on a machine only once (operators, rewrites) is measured in a first planning that does not count either.
@@ -68,7 +69,7 @@ class _Timed(GraphCompilation):
 
 
 def planning_time(make: Callable[[], Workload]) -> PlanningTime:
-    """Plan a workload twice, each time from the beginning, and tell of the second time."""
+    """Plan a workload twice, each time from the beginning, and time the second."""
     runs: list[_Timed] = []
 
     def compilation(session: Session, module: fx.GraphModule, inputs: Sequence[Any]) -> GraphCompilation:

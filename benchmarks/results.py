@@ -1,24 +1,42 @@
-"""What is left of a run of the benchmark: text, JSON, a page for the documentation, and pictures of it."""
+"""The table of all suites, and what a run of one leaves: text, JSON, a page for the documentation, and pictures."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from benchmarks import plots
-from benchmarks.schema import Layout
+from benchmarks import (
+    accuracy,
+    accuracy_table,
+    bptt,
+    bptt_table,
+    contest,
+    contest_table,
+    fast,
+    fast_table,
+    layers,
+    layers_table,
+    plan,
+    plan_table,
+    plots,
+    spine,
+    spine_table,
+)
+from benchmarks.schema import Written
+from encore.compare.plots import png, tradeoffs
 from encore.errors import OptionError
 from encore.whole_files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Found = TypeVar("Found")
 PAGE = """\
 <!doctype html>
 <html lang="en">
@@ -39,8 +57,56 @@ pre {{ overflow-x: auto; font-size: 12px; }}
 
 
 @dataclass(frozen=True, slots=True)
+class Suite:
+    """A suite: how it runs, what that returns, and how it is shown."""
+
+    run: Callable[..., Any]
+    """Takes `quick`, and `minutes` if the suite can leave systems out."""
+    found: type[Written]
+    """What `run` returns; its JSON, and the schema of that, are made from it."""
+    table: ModuleType
+    """Has `render` for a terminal and `page` for the documentation."""
+    draw: Callable[[Any], Figure] | None = None
+    """The picture of what `run` returned."""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """More arguments of `run`."""
+    takes_minutes: bool = False
+
+
+def _draw_grids(found: layers.LayerSuite) -> Figure:
+    return plots.speeds({stash: layers_table.grid(found, stash) for stash in ("fast", "lean")})
+
+
+def _contest(name: str) -> Suite:
+    return Suite(
+        contest.run_contest,
+        contest.ContestSuite,
+        contest_table,
+        lambda found: tradeoffs(found.outcomes),
+        options={"suite": name},
+        takes_minutes=True,
+    )
+
+
+SUITES: dict[str, Suite] = {
+    "spine": Suite(spine.run_spine, spine.SpineSuite, spine_table),
+    "fast": Suite(fast.run_fast, fast.FastSuite, fast_table),
+    "plan": Suite(plan.run_plan, plan.PlanSuite, plan_table, lambda found: plots.budgets(found.budgets)),
+    "echo": _contest("echo"),
+    "gist": _contest("gist"),
+    "rnn": Suite(layers.run_layers, layers.LayerSuite, layers_table, _draw_grids),
+    "rnn-workloads": _contest("rnn-workloads"),
+    "accuracy": Suite(
+        accuracy.run_accuracy, accuracy.AccuracySuite, accuracy_table, lambda found: plots.learning(found.trainings)
+    ),
+    "bptt": Suite(bptt.run_bptt, bptt.BpttSuite, bptt_table, lambda found: plots.through_time(found.outcomes)),
+}
+"""Adding a suite is adding a row."""
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
-    """One run, ready to be shown."""
+    """One run of a suite, ready to be shown."""
 
     suite: str
     text: str
@@ -48,15 +114,15 @@ class Results:
     json: str
     markdown: str
     draw: Callable[[], Figure] | None = None
-    """The picture, where there is one to draw."""
+    """The picture, if the suite has one."""
     interrupted: bool = False
-    """A part of the suite: to be looked at, but not to take the place of a whole one."""
+    """A part of the suite: to be looked at, but not to replace a whole one."""
 
     def write_docs(self) -> None:
-        """The suite's page in `docs`, with its picture beside it."""
+        """The suite's page in `docs`, with its picture."""
         page = docs_page(self.suite)
         if self.draw is not None:
-            write_whole(page.with_suffix(".png"), plots.png(self.draw()))
+            write_whole(page.with_suffix(".png"), png(self.draw()))
         write_whole(page, self.markdown)
 
     def write_plots(self, folder: Path) -> None:
@@ -66,106 +132,21 @@ class Results:
         figure = self.draw()
         title = html.escape(f"python -m benchmarks {self.suite}")
         page = PAGE.format(title=title, picture=plots.svg(figure), text=html.escape(self.text))
-        write_whole(folder / f"{self.suite}.png", plots.png(figure))
+        write_whole(folder / f"{self.suite}.png", png(figure))
         write_whole(folder / f"{self.suite}.html", page)
 
 
-def docs_page(suite: str) -> Path:
-    return Path("docs") / f"benchmarks-{suite}.md"
+def docs_page(name: str) -> Path:
+    return Path("docs") / f"benchmarks-{name}.md"
 
 
-def _timed(run: Callable[[], Found]) -> Found:
-    """A run of a suite, with the seconds that it took."""
+def run(name: str, *, quick: bool, minutes: float | None = None) -> Results:
+    """Run one suite; one that takes minutes in about so many."""
+    suite = SUITES[name]
+    limit = {"minutes": minutes} if suite.takes_minutes else {}
     started = time.perf_counter()
-    found: Any = run()
-    return dataclasses.replace(found, seconds=time.perf_counter() - started)
-
-
-def _spine(*, quick: bool) -> Results:
-    from benchmarks.suite import run_suite
-    from benchmarks.table import page, render
-
-    suite = _timed(lambda: run_suite(quick=quick))
-    return Results("spine", render(suite), suite.to_json(), page(suite))
-
-
-def _fast(*, quick: bool) -> Results:
-    from benchmarks.fast import run_fast
-    from benchmarks.fast_table import page, render
-
-    suite = _timed(lambda: run_fast(quick=quick))
-    return Results("fast", render(suite), suite.to_json(), page(suite))
-
-
-def _plan(*, quick: bool) -> Results:
-    from benchmarks.plan import run_plan
-    from benchmarks.plan_table import page, render
-
-    suite = _timed(lambda: run_plan(quick=quick))
-    return Results("plan", render(suite), suite.to_json(), page(suite), lambda: plots.budgets(suite.budgets))
-
-
-def _accuracy(*, quick: bool) -> Results:
-    from benchmarks.accuracy import run_accuracy
-    from benchmarks.accuracy_table import page, render
-
-    suite = _timed(lambda: run_accuracy(quick=quick))
-    return Results("accuracy", render(suite), suite.to_json(), page(suite), lambda: plots.learning(suite.trainings))
-
-
-def _layers(*, quick: bool) -> Results:
-    from benchmarks.layers import run_layers
-    from benchmarks.layers_table import grid, page, render
-
-    suite = _timed(lambda: run_layers(quick=quick))
-    grids = {stash: grid(suite, stash) for stash in ("fast", "lean")}
-    return Results("rnn", render(suite), suite.to_json(), page(suite), lambda: plots.speeds(grids))
-
-
-def _bptt(*, quick: bool) -> Results:
-    from benchmarks.bptt import run_bptt
-    from benchmarks.bptt_table import page, render
-
-    suite = _timed(lambda: run_bptt(quick=quick))
-    return Results("bptt", render(suite), suite.to_json(), page(suite), lambda: plots.through_time(suite.outcomes))
-
-
-def _contest(name: str, *, quick: bool, minutes: float | None) -> Results:
-    from benchmarks.contest import run_contest
-    from benchmarks.contest_table import page, render
-
-    suite = _timed(lambda: run_contest(name, quick=quick, minutes=minutes))
-    return Results(
-        name, render(suite), suite.to_json(), page(suite), lambda: plots.tradeoffs(suite.outcomes), suite.interrupted
-    )
-
-
-SUITES = ("spine", "fast", "plan", "echo", "gist", "rnn", "rnn-workloads", "accuracy", "bptt")
-LIMITED = ("echo", "gist", "rnn-workloads")
-"""Suites that can be given a number of minutes."""
-DRAWN = ("plan", "echo", "gist", "rnn", "rnn-workloads", "accuracy", "bptt")
-
-
-def run(suite: str, *, quick: bool, minutes: float | None = None) -> Results:
-    """Run one suite; those of `LIMITED` in about so many minutes."""
-    own = {
-        "spine": _spine, "fast": _fast, "plan": _plan, "rnn": _layers, "accuracy": _accuracy, "bptt": _bptt,
-    }  # fmt: skip
-    return own[suite](quick=quick) if suite in own else _contest(suite, quick=quick, minutes=minutes)
-
-
-def schema(suite: str) -> dict[str, Any]:
-    """What a file of the suite's JSON looks like, as JSON Schema."""
-    from benchmarks import accuracy, bptt, contest, fast, layers, plan
-    from benchmarks import suite as spine
-
-    own: dict[str, tuple[Layout, type]] = {
-        "spine": (spine.LAYOUT, spine.Suite),
-        "fast": (fast.LAYOUT, fast.FastSuite),
-        "plan": (plan.LAYOUT, plan.PlanSuite),
-        "rnn": (layers.LAYOUT, layers.LayerSuite),
-        "accuracy": (accuracy.LAYOUT, accuracy.AccuracySuite),
-        "bptt": (bptt.LAYOUT, bptt.BpttSuite),
-    }
-    layout, kind = own.get(suite, (contest.LAYOUT, contest.ContestSuite))
-    return layout.schema(kind)
+    found = suite.run(quick=quick, **suite.options, **limit)
+    found = dataclasses.replace(found, seconds=time.perf_counter() - started)
+    draw = None if suite.draw is None else functools.partial(suite.draw, found)
+    text, page = suite.table.render(found), suite.table.page(found)
+    return Results(name, text, found.to_json(), page, draw, getattr(found, "interrupted", False))

@@ -1,4 +1,4 @@
-"""What suites write as JSON, and its JSON Schema (draft 2020-12), made from the dataclasses that hold it.
+"""What suites write as JSON, and its JSON Schema (draft 2020-12), made from its dataclasses.
 
 A file begins with its layout: a name, which is the suite's, and a version. JSON has no infinity and no NaN: where a
 distance has no number, there is `null`.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+from encore.compare.outcome import finite
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 SCALARS: dict[Any, dict[str, Any]] = {
@@ -33,7 +34,7 @@ class Layout:
 
     def to_json(self, found: Mapping[str, Any]) -> str:
         """A file of this layout."""
-        return json.dumps({self.name: self.version, **_finite(found)}, indent=2, allow_nan=False)
+        return json.dumps({self.name: self.version, **finite(found)}, indent=2, allow_nan=False)
 
     def schema(self, suite: type) -> dict[str, Any]:
         """What such a file looks like, whose content is this dataclass."""
@@ -43,18 +44,20 @@ class Layout:
         return {"$schema": DIALECT, "title": f"{self.name}, version {self.version}", **held}
 
 
-def _finite(value: Any) -> Any:
-    """The same without numbers that JSON does not know."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case Mapping():
-            return {key: _finite(held) for key, held in value.items()}
-        case str():
-            return value
-        case Sequence():
-            return [_finite(held) for held in value]
-    return value
+class Written:
+    """Results of a suite, which are written as JSON: a frozen dataclass with a `layout`."""
+
+    __slots__ = ()
+    layout: ClassVar[Layout]
+
+    def to_json(self) -> str:
+        """Everything as JSON; the first key names the layout and has its version."""
+        return self.layout.to_json(dataclasses.asdict(self))  # type: ignore[call-overload]
+
+    @classmethod
+    def schema(cls) -> dict[str, Any]:
+        """The JSON Schema of such a file."""
+        return cls.layout.schema(cls)
 
 
 def _schema(kind: Any) -> dict[str, Any]:

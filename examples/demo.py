@@ -1,13 +1,13 @@
 """`python -m examples.demo`: a translator trained twice in step, in eager PyTorch and by Encore in half of the memory.
 
 An LSTM encoder-decoder with attention learns to translate written-out numbers from English to German. Both sides have
-the same seed, the same batches and the same optimizer, and take their steps in turns, so losses can be compared step
+the same seed, the same batches and the same optimizer, and take interleaved steps, so losses can be compared step
 by step and times round by round. Encore is given half of the bytes that the step needs. What is shown is that the loss
-curve is the same, that the trained model translates sentences it never saw, that the budget holds and what was
+curve is the same, that the trained model translates sentences it never saw, that the budget is kept and what was
 predicted is what was measured; and a page to look at, with what people would use instead: a checkpoint around each
 block, `save_on_cpu`, and `torch.compile` with an `activation_memory_budget`.
 
-Fused kernels round elsewhere than eager's, and training magnifies roundings. By how much, a third run tells: eager once
+Fused kernels round elsewhere than eager's, and training magnifies roundings. A third run shows by how much: eager once
 more, from weights that are one rounding away. A budget that was not kept, or losses further apart than that, are
 problems, and the command fails with them.
 """
@@ -30,12 +30,14 @@ import torch
 from torch import nn
 
 import encore
-from benchmarks import systems
-from benchmarks.compare import Trainee, Turns, median_ratio, times_in_turns
-from benchmarks.contest import reason
+from benchmarks.pairs import PairedTimes
+from benchmarks.save_on_cpu import SavedOnCpu
 from benchmarks.schema import Layout
 from benchmarks.workloads import Batch, Workload, build
-from encore.command_line import DONE, FAILED, CommandParser, run_command
+from encore.cli.command_line import DONE, FAILED, CommandParser, run_command
+from encore.compare import systems
+from encore.compare.contest import reason
+from encore.compare.trainee import Trainee, interleaved_times, median_ratio
 from encore.errors import MissingPackageError
 from encore.progress import progress
 from encore.report.points import Point
@@ -58,7 +60,7 @@ FOLDER = Path("encore-demo")
 SETTING = 0.5
 PEERS: Mapping[str, Callable[[nn.Module], Any]] = {
     "checkpoint per block": functools.partial(systems.checkpointed, classes=BLOCKS),
-    "save_on_cpu": systems.SavedOnCpu,
+    "save_on_cpu": SavedOnCpu,
     f"activation_memory_budget {SETTING}": functools.partial(systems.within_budget, setting=SETTING),
 }
 LAYOUT = Layout("encore_demo", 3)
@@ -105,7 +107,7 @@ class Demo:
     predicted_peak: int
     limit: int
     """The budget in bytes, resident ones included."""
-    turns: Turns = field(repr=False)
+    times: PairedTimes = field(repr=False)
     peers: tuple[Point, ...]
     failures: Mapping[str, str]
     """Peers that could not run here, and why."""
@@ -160,8 +162,8 @@ class Demo:
         found |= {"eager_scores": dict(self.eager_scores), "encore_scores": dict(self.encore_scores)}
         found |= {"eager_peak": self.eager_peak, "encore_peak": self.encore_peak}
         found |= {"predicted_peak": self.predicted_peak, "prediction_error": self.prediction_error}
-        found |= {"eager_seconds": self.turns.seconds[0], "encore_seconds": self.turns.seconds[1]}
-        found |= {"ratio": self.turns.ratio, "spread": self.turns.spread}
+        found |= {"eager_seconds": self.times.seconds[0], "encore_seconds": self.times.seconds[1]}
+        found |= {"ratio": self.times.ratio, "spread": self.times.spread}
         found |= {"first_step_seconds": self.first_step_seconds, "seconds": self.seconds}
         return LAYOUT.to_json(found | {"report": self.report.to_dict()})
 
@@ -186,7 +188,7 @@ def run(steps: int = STEPS, sizes: Mapping[str, int] = SIZES, budget: str = BUDG
     workload = make()
     eager = Learner(workload.model, workload.learning_rate)
     planned = Learner(encore.compile(make().model, budget=budget), workload.learning_rate)
-    turns, first_step_seconds = _train(eager, planned, workload.batch, steps)
+    times, first_step_seconds = _train(eager, planned, workload.batch, steps)
     drift = _apart(eager.losses, _nudged_losses(make(), steps))
     identical = eager.losses == planned.losses and _same_parameters(eager.model, planned.model)
     assert workload.sample is not None
@@ -209,7 +211,7 @@ def run(steps: int = STEPS, sizes: Mapping[str, int] = SIZES, budget: str = BUDG
         encore_peak=peaks["Encore"],
         predicted_peak=report.planned.step_peak,
         limit=report.budget if report.budget is not None else unplanned,
-        turns=turns,
+        times=times,
         peers=tuple(point for point in points if point.name in PEERS),
         failures=failures,
         measured=tuple(point for point in points if point.name not in PEERS),
@@ -219,14 +221,14 @@ def run(steps: int = STEPS, sizes: Mapping[str, int] = SIZES, budget: str = BUDG
     )
 
 
-def _train(eager: Learner, planned: Learner, batch: Callable[[int], Batch], steps: int) -> tuple[Turns, float]:
-    """Both sides in turns, beginning with the other one every step; the first step stands apart."""
+def _train(eager: Learner, planned: Learner, batch: Callable[[int], Batch], steps: int) -> tuple[PairedTimes, float]:
+    """Interleaved steps of both sides, beginning with the other one every step; the first step stands apart."""
     pairs = []
-    with progress("training", steps) as tell:
+    with progress("training", steps) as advance:
         first = batch(0)
         eager.step(first)
         first_step_seconds = planned.step(first)
-        tell(f"compiled in {seconds_text(first_step_seconds)}")
+        advance(f"compiled in {seconds_text(first_step_seconds)}")
         for index in range(1, steps):
             data = batch(index)
             if index % 2:
@@ -235,8 +237,8 @@ def _train(eager: Learner, planned: Learner, batch: Callable[[int], Batch], step
             else:
                 other = planned.step(data)
                 pairs.append((eager.step(data), other))
-            tell(f"loss: eager {eager.losses[-1]:.4f}, Encore {planned.losses[-1]:.4f}")
-    return Turns(tuple(pairs)), first_step_seconds
+            advance(f"loss: eager {eager.losses[-1]:.4f}, Encore {planned.losses[-1]:.4f}")
+    return PairedTimes(tuple(pairs)), first_step_seconds
 
 
 def _nudged_losses(workload: Workload, steps: int) -> list[float]:
@@ -245,15 +247,15 @@ def _nudged_losses(workload: Workload, steps: int) -> list[float]:
         for parameter in workload.model.parameters():
             parameter.copy_(parameter.nextafter(torch.full_like(parameter, torch.inf)))
     learner = Learner(workload.model, workload.learning_rate)
-    with progress("one rounding", steps) as tell:
+    with progress("one rounding", steps) as advance:
         for index in range(steps):
             learner.step(workload.batch(index))
-            tell(f"loss: eager, nudged {learner.losses[-1]:.4f}")
+            advance(f"loss: eager, nudged {learner.losses[-1]:.4f}")
     return learner.losses
 
 
 def _apart(ones: Sequence[float], others: Sequence[float]) -> float:
-    """The largest difference; infinite where there is a NaN, which no `max` would tell."""
+    """The largest difference; infinite where there is a NaN, which `max` ignores."""
     gaps = [abs(one - other) for one, other in zip(ones, others, strict=True)]
     return math.inf if any(map(math.isnan, gaps)) else max(gaps)
 
@@ -261,20 +263,20 @@ def _apart(ones: Sequence[float], others: Sequence[float]) -> float:
 def _sides(
     make: Callable[[], Workload], eager: nn.Module, planned: nn.Module, batch: Batch
 ) -> tuple[dict[str, Trainee], dict[str, str]]:
-    """What is drawn beside the plans, and the plan that keeps everything, by which all are measured: each with its
+    """What is drawn next to the plans, and the plan that keeps everything, by which all are measured: each with its
     first step behind it. And why peers are missing."""
     ours = {"eager": eager, "Encore": planned, "kept": encore.compile(make().model, overhead=0.0)}
     sides, failures = {name: Trainee(model, batch) for name, model in ours.items()}, {}
-    with progress("first steps", len(ours) + len(PEERS)) as tell:
+    with progress("first steps", len(ours) + len(PEERS)) as advance:
         for name, side in sides.items():
-            tell(f"{name}: {seconds_text(side.timed())}")
+            advance(f"{name}: {seconds_text(side.timed())}")
         for name, peer in PEERS.items():
             try:
                 side = Trainee(peer(make().model), batch)
-                tell(f"{name}: {seconds_text(side.timed())}")
+                advance(f"{name}: {seconds_text(side.timed())}")
             except Exception as error:  # what people would use instead may not run here at all
                 failures[name] = reason(error)
-                tell(f"{name}: failed")
+                advance(f"{name}: failed")
             else:
                 sides[name] = side
     return sides, failures
@@ -282,8 +284,8 @@ def _sides(
 
 def _against_everything_kept(sides: Mapping[str, Trainee]) -> tuple[dict[str, int], dict[str, float]]:
     """Measured peaks, and step times over that of the plan that keeps everything."""
-    with progress("beside others", ROUNDS) as tell:
-        seconds = times_in_turns(sides, ROUNDS, tell)
+    with progress("compared with others", ROUNDS) as advance:
+        seconds = interleaved_times({name: side.timed for name, side in sides.items()}, ROUNDS, advance)
     peaks = {name: side.measured().step_peak for name, side in sides.items()}
     return peaks, {name: median_ratio(seconds[name], seconds["kept"]) for name in sides}
 
@@ -296,8 +298,8 @@ def render(demo: Demo) -> str:
     """The result, ready to print."""
     steps = len(demo.eager_losses)
     sizes = ", ".join(f"{name} {size}" for name, size in demo.sizes.items())
-    eager_seconds, encore_seconds = demo.turns.seconds
-    lowest, highest = demo.turns.spread
+    eager_seconds, encore_seconds = demo.times.seconds
+    lowest, highest = demo.times.spread
     held = demo.report.resident + demo.encore_peak
     kept = "kept" if demo.within_budget else "NOT KEPT"
     return "\n".join(
@@ -315,7 +317,7 @@ def render(demo: Demo) -> str:
             f"  measured peak    eager {bytes_text(demo.eager_peak)}, Encore {bytes_text(demo.encore_peak)}",
             f"  predicted peak   {bytes_text(demo.predicted_peak)}, {_error(demo)}",
             f"  time of a step   eager {seconds_text(eager_seconds)}, Encore {seconds_text(encore_seconds)}: "
-            f"{demo.turns.ratio:.2f}x (median of {steps - 1} in turns; {lowest:.2f} to {highest:.2f})",
+            f"{demo.times.ratio:.2f}x (median of {steps - 1} interleaved steps; {lowest:.2f} to {highest:.2f})",
             f"  first step       {seconds_text(demo.first_step_seconds)}, compilation included",
             *(f"  {name}: failed: {why}" for name, why in demo.failures.items()),
             f"  the whole demo   {seconds_text(demo.seconds)}",

@@ -24,6 +24,7 @@ commands:
     env       show what Encore finds on this machine
     estimate  predict what a training step takes; nothing runs
     plan      show the plan that a budget gets, and all others; nothing runs
+    compare   run eager, torch.compile, checkpoints and Encore; recommend one
     tune      measure the layouts of recurrent layers, and keep the fastest of each size
 """
 
@@ -48,7 +49,7 @@ positional arguments:
 options:
   -h, --help  show this help message and exit
   --budget B  bytes, 2GiB, 500MB, 60% or min; exit code 2 if out of reach
-  --tiers T   where feature maps may go between forward and backward, such as disk or host,disk
+  --tiers T   where activations may be offloaded to, such as disk or host,disk
   --json      print the estimate as JSON
 """,
     "plan": """\
@@ -62,10 +63,25 @@ positional arguments:
 options:
   -h, --help   show this help message and exit
   --budget B   bytes, 2GiB, 500MB, 60% or min (default: min)
-  --tiers T    where feature maps may go between forward and backward, such as disk or host,disk
+  --tiers T    where activations may be offloaded to, such as disk or host,disk
   --save FILE  write the plan to FILE, for encore.compile(plan=FILE)
   --html FILE  write the plan's page to FILE, for a browser
   --json       print the plan as JSON
+""",
+    "compare": """\
+usage: encore compare [-h] [--budget B] [--minutes N] [--plot FILE] [--json] TARGET
+
+Run eager, torch.compile, checkpoints and Encore; recommend one.
+
+positional arguments:
+  TARGET       package.module:factory; the factory returns (model, args) or (model, args, kwargs), on any device
+
+options:
+  -h, --help   show this help message and exit
+  --budget B   bytes, 2GiB, 500MB, 60% or min; exit code 2 if nothing fits
+  --minutes N  leave systems out to be done in about N minutes
+  --plot FILE  draw peaks and step times into FILE, as PNG
+  --json       print the figures as JSON
 """,
     "tune": """\
 usage: encore tune [-h] [--cell CELL [CELL ...]] [--hidden N [N ...]] [--inputs N] [--batch N [N ...]]

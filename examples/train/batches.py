@@ -1,6 +1,6 @@
 """`--largest-batch`: how large a batch a budget holds, in plain PyTorch and through Encore, and what that buys.
 
-Both sizes come from estimates; then both sides train a few steps in turns. Plain PyTorch does not run Encore's
+Both sizes come from estimates; then both sides train a few interleaved steps. Plain PyTorch does not run Encore's
 schedule with everything kept, which is what an estimate knows: its autograd holds a little more, or less. So that side
 is measured, the prediction corrected by what was found, and the search done again.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.compare import Turns, in_turns
+from benchmarks.pairs import PairedTimes, paired_times
 from encore.errors import BudgetError, OptionError
 from encore.options import parse_budget
 from encore.progress import notes
@@ -63,16 +63,16 @@ class LargestBatch:
     plain: Side | None
     """None where not even a batch of one fits."""
     planned: Side
-    turns: Turns | None = field(repr=False)
+    times: PairedTimes | None = field(repr=False)
     """Seconds of plain PyTorch and of Encore, where both ran."""
 
     @property
     def speedups(self) -> list[float]:
         """Encore's examples a second over plain PyTorch's, round by round, sorted."""
-        if self.plain is None or self.turns is None:
+        if self.plain is None or self.times is None:
             return []
         larger = self.planned.batch_size / self.plain.batch_size
-        return sorted(larger / ratio for ratio in self.turns.ratios)
+        return sorted(larger / ratio for ratio in self.times.ratios)
 
     @property
     def speedup(self) -> float | None:
@@ -113,7 +113,7 @@ class LargestBatch:
         larger, speedups = self.planned.batch_size / self.plain.batch_size, self.speedups
         return (
             f"Encore trains {larger:.2f}x the batch at {self.speedup:.2f}x the examples a second "
-            f"(median of {len(speedups)} rounds in turns; {speedups[0]:.2f} to {speedups[-1]:.2f})"
+            f"(median of {len(speedups)} interleaved rounds; {speedups[0]:.2f} to {speedups[-1]:.2f})"
         )
 
 
@@ -140,12 +140,12 @@ def largest_batch(settings: Settings) -> LargestBatch:
         estimates = Estimates(settings, tell)
         planned = _planned(settings, limit, estimates)
         plain = _plain(settings, limit, estimates)
-        tell("rounds in turns")
+        tell("interleaved rounds")
         if plain is None:
-            turns, seconds = None, (0.0, statistics.median(planned.seconds() for _ in range(ROUNDS)))
+            times, seconds = None, (0.0, statistics.median(planned.seconds() for _ in range(ROUNDS)))
         else:
-            turns = in_turns(plain.seconds, planned.seconds, ROUNDS)
-            seconds = turns.seconds
+            times = paired_times(plain.seconds, planned.seconds, ROUNDS)
+            seconds = times.seconds
 
     def side(trial: _Trial, peak: int, seconds: float) -> Side:
         resident = estimates.resident(trial.batch_size)
@@ -157,7 +157,7 @@ def largest_batch(settings: Settings) -> LargestBatch:
         budget=limit,
         plain=None if plain is None else side(plain, estimates.unplanned(plain.batch_size), seconds[0]),
         planned=side(planned, planned.training.report().planned.step_peak, seconds[1]),
-        turns=turns,
+        times=times,
     )
 
 

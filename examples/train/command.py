@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from encore.command_line import DONE, TIERS, CommandParser, run_command
+from encore.cli.command_line import DONE, TIERS, CommandParser, run_command
 from encore.errors import EncoreError, OptionError
 from encore.units import SHOWN_LETTERS
 from examples.train.batches import LargestBatch, largest_batch

@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.workloads import Batch
 from encore.api import estimate_with
+from encore.compiler.estimate import Estimate
 from encore.errors import OptionError
 from encore.options import make_options, optimizer_bytes
-from encore.report.report import Estimate
 from examples.train.settings import Settings
 
 MOST = 1 << 20

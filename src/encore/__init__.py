@@ -7,6 +7,7 @@ from encore import bptt, nn, tiers
 from encore.api import compile, estimate, report
 from encore.bptt import ScanReport, scan
 from encore.comparison import Verification
+from encore.compiler.estimate import Estimate
 from encore.cost import Measurement, measure
 from encore.errors import (
     BudgetError,
@@ -21,7 +22,7 @@ from encore.errors import (
 )
 from encore.plan import SavedPlan
 from encore.report.points import Point
-from encore.report.report import Estimate, Report
+from encore.report.report import Report
 from encore.verification import verify
 
 __version__ = "0.1.0"

@@ -12,10 +12,12 @@ from encore.compiler import Mode, Session, sessions
 from encore.compiler.bypass import BypassWatch
 from encore.compiler.compiled import CompiledCall
 from encore.compiler.copies import CompiledMark
+from encore.compiler.estimate import Estimate
+from encore.compiler.summary import report_of
 from encore.compiler.twin import fake_twin, run_forward_without_memory
 from encore.errors import NeverRunError, OptionError
 from encore.options import Options, make_options
-from encore.report.report import Estimate, Report
+from encore.report.report import Report
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
@@ -86,7 +88,7 @@ def report(model: Callable[..., Any]) -> Report:
     graphs = [graph for session in found for graph in session.last_step]
     if not graphs:
         raise NeverRunError(_why_nothing_is_planned(model, found))
-    return Report.of(found[0].name, graphs, found[0].options, [plain for session in found for plain in session.plain])
+    return report_of(found[0].name, graphs, found[0].options, [plain for session in found for plain in session.plain])
 
 
 def _why_nothing_is_planned(model: Any, found: list[Session]) -> str:
@@ -157,11 +159,11 @@ def estimate_with(
             "estimate wants a training step: a trainable parameter, or an input with requires_grad=True"
         )
     graphs = session.last_step
-    return Estimate(Report.of(session.name, graphs, session.options, session.plain), tuple(graphs), session.options)
+    return Estimate(report_of(session.name, graphs, session.options, session.plain), tuple(graphs), session.options)
 
 
 def compiled_call(model: Callable[..., Any]) -> CompiledCall:
-    """The stand-in of a compiled module or function."""
+    """The replacement of the call of a compiled module or function."""
     if isinstance(model, CompiledCall):
         return model
     call = getattr(model, "_compiled_call_impl", None)

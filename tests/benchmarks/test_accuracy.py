@@ -25,6 +25,7 @@ from benchmarks.accuracy import (
 from benchmarks.accuracy_table import COLUMNS, cells, noise_rows, page, render
 from benchmarks.workloads.cell import LSTMStack
 from encore.codecs import CODECS
+from encore.compare.plots import png
 from encore.machine import this_machine
 from support.json_schema import violations
 
@@ -70,12 +71,12 @@ def test_table_page_and_picture_show_every_variant() -> None:
     for text in (render(suite()), page(suite())):
         assert all(column in text for column in COLUMNS)
         assert all(one.variant in text for one in suite().trainings["vgg16"])
-    assert plots.png(plots.learning(suite().trainings)).startswith(b"\x89PNG")
+    assert png(plots.learning(suite().trainings)).startswith(b"\x89PNG")
 
 
 def test_the_json_says_its_version() -> None:
     told = json.loads(suite().to_json())
-    assert violations(told, results.schema("accuracy")) == []
+    assert violations(told, results.SUITES["accuracy"].found.schema()) == []
     assert told["trainings"]["vgg16"][1]["losses"] == [2.0, 1.001]
 
 

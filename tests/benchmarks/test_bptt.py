@@ -11,6 +11,7 @@ from benchmarks import bptt, plots, results
 from benchmarks.bptt import BpttSuite, Outcome, run_bptt
 from benchmarks.bptt_table import COLUMNS, OFFLOADED, cells, offloaded_cells, page, render, stall_verdicts, summary
 from benchmarks.offload import DISK_ALONE, KEPT, OPTIONS, OffloadRow, offload_rows
+from encore.compare.plots import png
 from encore.machine import this_machine
 from support.json_schema import violations
 
@@ -60,8 +61,8 @@ def test_what_it_comes_to() -> None:
     assert len(cells(suite.outcomes[0], suite)) == len(COLUMNS)
     assert "1.90x at 100,000" in render(suite)
     assert "| encore.scan, Revolve | 100,000 | - | 6.00 MiB | 1600 us |" in page(suite)
-    assert violations(json.loads(suite.to_json()), results.schema("bptt")) == []
-    assert plots.png(plots.through_time(suite.outcomes)).startswith(b"\x89PNG")
+    assert violations(json.loads(suite.to_json()), results.SUITES["bptt"].found.schema()) == []
+    assert png(plots.through_time(suite.outcomes)).startswith(b"\x89PNG")
 
 
 def test_verdicts_on_stalls() -> None:
@@ -82,14 +83,14 @@ def test_what_went_to_disk_is_told() -> None:
         "60.00 MiB", "60.00 MiB", "1.00 s", "2.00", "900.0 ms", "40.00 MiB", "500.0 ms", "400.0 ms", "identical"
     )  # fmt: skip
     assert len(alone) == len(OFFLOADED)
-    assert "## Feature maps on disk" in page(suite)
+    assert "## Activations on disk" in page(suite)
     assert "400.0 ms" in render(suite)
 
 
 @pytest.mark.slow
 def test_networks_go_to_disk_and_back() -> None:
     told: list[str] = []
-    rows = offload_rows(quick=True, tell=told.append)
+    rows = offload_rows(quick=True, advance=told.append)
     assert [row.system for row in rows] == [*OPTIONS] * 2
     for row in rows:
         assert row.gradient_difference == 0

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,18 @@ import torch
 from torch import nn
 
 import encore
-from benchmarks import contest, plots, results, systems
+from benchmarks import contest, results
 from benchmarks.command import main
-from benchmarks.compare import largest_difference, relative_distance
-from benchmarks.contest import SUITES, ContestSuite, Entry, Outcome, run_contest
+from benchmarks.contest import SUITES, ContestSuite, Entry, run_contest
 from benchmarks.contest_table import COLUMNS, both_against_each, cells, page, render, summary
+from benchmarks.differences import largest_difference
+from benchmarks.save_on_cpu import SavedOnCpu
 from benchmarks.workloads import WORKLOADS, build, tiny
+from encore.compare import contest as package_contest
+from encore.compare import systems
+from encore.compare.outcome import Outcome
+from encore.compare.plots import png, tradeoffs
+from encore.compare.trainee import relative_distance
 from encore.machine import this_machine
 from support.json_schema import violations
 from support.rounding import assert_close
@@ -86,10 +92,10 @@ def test_both_methods_are_held_against_the_better_one() -> None:
 def test_what_was_done_before_an_interruption_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     done = (outcome("eager", 100 * MIB),)
 
-    def compare(name: str, *args: Any, **settings: Any) -> Iterator[Outcome]:
+    def compare(name: str, *args: Any, **settings: Any) -> tuple[Outcome, ...]:
         if name == "nin":
             raise KeyboardInterrupt
-        yield from done
+        return done
 
     monkeypatch.setattr(contest, "_compare", compare)
     found = run_contest("gist", quick=True)
@@ -105,7 +111,8 @@ def test_a_part_of_a_suite_is_shown_and_not_written(
         (tmp_path / folder).mkdir()
     (tmp_path / "found.json").write_text("before")
     part = dataclasses.replace(suite(), interrupted=True)
-    monkeypatch.setattr(contest, "run_contest", lambda name, *, quick, minutes: part)
+    made = dataclasses.replace(results.SUITES["echo"], run=lambda *, suite, quick, minutes: part)
+    monkeypatch.setitem(results.SUITES, "echo", made)
     assert main(["echo", "--json", "found.json", "--plots", "plots", "--docs"]) == 1
     told = capsys.readouterr()
     assert told.out == render(part) + "\n"
@@ -139,11 +146,11 @@ def contest_of(
     monkeypatch.setattr(contest, "_peers", lambda entry, *, quick: peers.items())
     no_plan = failing(encore.EncoreError("no plan\nat all"))
     monkeypatch.setattr(encore, "compile", lambda model, **options: no_plan(model))
-    monkeypatch.setattr(contest, "SLOW", math.inf)  # a busy machine takes as many steps as an idle one
+    monkeypatch.setattr(package_contest, "SLOW", math.inf)  # a busy machine takes as many steps as an idle one
     monkeypatch.setitem(SUITES, "echo", {"lm": Entry(("LSTMCell",))})
     found = run_contest("echo", quick=True, minutes=minutes)
     assert page(found)
-    plots.png(plots.tradeoffs(found.outcomes))
+    png(tradeoffs(found.outcomes))
     return {one.system: one for one in found.outcomes["lm"]}
 
 
@@ -153,7 +160,7 @@ def test_whoever_fails_is_shown_and_the_others_go_on(monkeypatch: pytest.MonkeyP
         eager=systems.eager,
         silent=failing(RuntimeError()),
         late=failing(ValueError("  too late  \nby far"), steps=4),
-        peer=systems.SavedOnCpu,
+        peer=SavedOnCpu,
     )
     assert {name for name, one in found.items() if one.ran} == {"eager", "peer"}
     assert found["peer"].gradient_difference == 0
@@ -167,7 +174,7 @@ def test_whoever_fails_is_shown_and_the_others_go_on(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("steps", [0, 2, 4, 6])
 def test_a_workload_that_eager_cannot_train_is_shown_as_failing(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """In its first step, in the warm-up, in the trial, or in the rounds."""
-    found = contest_of(monkeypatch, eager=failing(MemoryError("no room"), steps), peer=systems.SavedOnCpu)
+    found = contest_of(monkeypatch, eager=failing(MemoryError("no room"), steps), peer=SavedOnCpu)
     assert {name: one.failure for name, one in found.items()} == {"eager": "MemoryError: no room"}
 
 
@@ -189,7 +196,7 @@ def test_own_draws_are_those_of_systems_with_a_generator_of_their_own_and_models
 ) -> None:
     monkeypatch.setattr(systems, "OWN_DRAWS", (Noisy,))
     monkeypatch.setattr(contest, "build", lambda name, **sizes: build("transformer", size="tiny", dropout=dropout))
-    found = contest_of(monkeypatch, eager=systems.eager, other=systems.SavedOnCpu, noisy=Noisy)
+    found = contest_of(monkeypatch, eager=systems.eager, other=SavedOnCpu, noisy=Noisy)
     assert {name: one.own_draws for name, one in found.items() if one.ran} == {
         "eager": False, "other": False, "noisy": told,
     }  # fmt: skip
@@ -198,10 +205,10 @@ def test_own_draws_are_those_of_systems_with_a_generator_of_their_own_and_models
 
 def test_in_few_minutes_only_what_is_always_there_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     for minutes, ran in ((1e-9, {"eager"}), (1e9, {"eager", "save_on_cpu"})):
-        found = contest_of(monkeypatch, minutes, eager=systems.eager, save_on_cpu=systems.SavedOnCpu)
+        found = contest_of(monkeypatch, minutes, eager=systems.eager, save_on_cpu=SavedOnCpu)
         assert {system for system, one in found.items() if one.ran} == ran
-        assert found["save_on_cpu"].left_out == ("" if minutes > 1 else contest.NO_TIME)
-        assert found["Encore, budget='min'"].left_out == ("" if minutes > 1 else contest.NO_TIME)
+        assert found["save_on_cpu"].left_out == ("" if minutes > 1 else package_contest.NO_TIME)
+        assert found["Encore, budget='min'"].left_out == ("" if minutes > 1 else package_contest.NO_TIME)
         assert found["Encore, everything kept"].failure
 
 
@@ -250,7 +257,7 @@ def test_table_page_and_json_hold_every_row() -> None:
         assert all(line in text for line in summary(found))
     assert "- the suite took: 75.50 s" in page(found)
     told = json.loads(found.to_json())
-    assert violations(told, results.schema("echo")) == []
+    assert violations(told, results.SUITES["echo"].found.schema()) == []
     assert told["seconds"] == 75.5
     assert len(told["outcomes"]["transformer"]) == len(found.outcomes["transformer"])
     for row in told["outcomes"]["transformer"]:
@@ -259,7 +266,7 @@ def test_table_page_and_json_hold_every_row() -> None:
 
 def test_a_picture_and_a_page_are_drawn(tmp_path: Path) -> None:
     found = suite()
-    shown = results.Results("echo", "a < b", "{}", "", lambda: plots.tradeoffs(found.outcomes))
+    shown = results.Results("echo", "a < b", "{}", "", lambda: tradeoffs(found.outcomes))
     shown.write_plots(tmp_path)
     assert (tmp_path / "echo.png").read_bytes().startswith(b"\x89PNG")
     written = (tmp_path / "echo.html").read_text()
@@ -283,7 +290,7 @@ def test_entries_are_workloads_with_such_blocks() -> None:
 def test_a_peer_computes_the_same(peer: str) -> None:
     workload = tiny("transformer")
     plain, other = workload.model, copy.deepcopy(workload.model)
-    theirs = systems.checkpointed(other, ("Block",)) if peer == "checkpointed" else systems.SavedOnCpu(other)
+    theirs = systems.checkpointed(other, ("Block",)) if peer == "checkpointed" else SavedOnCpu(other)
     batch = workload.batch(0)
     peaks = []
     for model in (plain, theirs):

@@ -39,7 +39,7 @@ def test_rows() -> None:
 def test_page_and_json_hold_the_same() -> None:
     assert "| nmt | Encore | 300.0 ms | 0.60 (0.50-0.65) | 0.75 | 1.00 MiB | 1.00 MiB | 1.5e-07 |" in page(FOUND)
     data = json.loads(FOUND.to_json())
-    assert violations(data, results.schema("fast")) == []
+    assert violations(data, results.SUITES["fast"].found.schema()) == []
     assert data["outcomes"]["nmt"][1]["peak"] == 2**20
     assert data["first_steps"][1]["kernels"] == 21
 

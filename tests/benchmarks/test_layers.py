@@ -33,6 +33,7 @@ from benchmarks.layers_table import (
     rows,
     summary,
 )
+from encore.compare.plots import png
 from encore.machine import this_machine
 from encore.rnn import tuning
 from encore.rnn.tuning import TORCHS
@@ -93,7 +94,7 @@ def test_table_page_and_json_hold_every_row() -> None:
         assert "T35" in text
         assert "0.50x" in text
     told = json.loads(SUITE.to_json())
-    assert violations(told, results.schema("rnn")) == []
+    assert violations(told, results.SUITES["rnn"].found.schema()) == []
     assert len(told["outcomes"]) == len(SUITE.outcomes)
     for row in told["outcomes"]:
         assert set(row) == set(Outcome.__slots__)
@@ -142,7 +143,7 @@ def test_sizes_that_do_not_fit_are_left_out_and_told() -> None:
     suite = dataclasses.replace(SUITE, outcomes=left, left_out=(missing,))
     assert summary(suite)[-1] == "too large for this machine's memory: LSTM T35 B8 H256"
     assert "-" in next(line for line in render(suite).splitlines() if "B8" in line and "T35" in line)
-    assert plots.png(plots.speeds({"fast": grid(suite, "fast")})).startswith(b"\x89PNG")
+    assert png(plots.speeds({"fast": grid(suite, "fast")})).startswith(b"\x89PNG")
 
 
 def test_cases_cover_what_the_page_promises() -> None:

@@ -20,6 +20,7 @@ from benchmarks.plan_table import (
 )
 from benchmarks.planning import PlanningTime, planning_time
 from benchmarks.workloads import TINY_SIZES, tiny
+from encore.compare.plots import png
 from encore.machine import this_machine
 from support.json_schema import violations
 
@@ -59,12 +60,12 @@ def test_the_time_to_plan_is_told_beside_that_of_pytorch() -> None:
     assert "10,000" in render(suite())
     assert "| nmt | 10,000 | 7,500 | 2.50 s | 5.00 s | 0.50 |" in page(suite())
     told = json.loads(suite().to_json())
-    assert violations(told, results.schema("plan")) == []
+    assert violations(told, results.SUITES["plan"].found.schema()) == []
     assert len(told["budgets"]["lm"]) == 3
 
 
 def test_budgets_are_drawn() -> None:
-    assert plots.png(plots.budgets(suite().budgets)).startswith(b"\x89PNG")
+    assert png(plots.budgets(suite().budgets)).startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

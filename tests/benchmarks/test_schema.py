@@ -62,7 +62,7 @@ def test_what_is_no_number_in_json_is_null(number: float) -> None:
 def test_the_command_prints_the_schema_of_every_suite(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([suite, "--schema"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed == results.schema(suite)
+    assert printed == results.SUITES[suite].found.schema()
     assert {"machine", "quick", "seconds"} < set(printed["required"])
 
 
@@ -71,7 +71,7 @@ def test_a_quick_run_of_echo_writes_what_its_schema_says(tmp_path: Path) -> None
     file = tmp_path / "echo.json"
     assert main(["echo", "--quick", "--json", str(file), "--plots", str(tmp_path)]) == 0
     found = json.loads(file.read_text())
-    assert violations(found, results.schema("echo")) == []
+    assert violations(found, results.SUITES["echo"].found.schema()) == []
     assert list(found["outcomes"]) == ["transformer", "resnet", "nmt", "speech"]
     for outcomes in found["outcomes"].values():
         assert [one["system"] for one in outcomes if one["failure"]] == []

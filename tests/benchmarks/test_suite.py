@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import results
-from benchmarks import suite as suite_module
+from benchmarks import results, spine
 from benchmarks.command import main
-from benchmarks.compare import Comparison
-from benchmarks.suite import SUITE, Suite, run_suite
-from benchmarks.table import page, render
+from benchmarks.spine import WORKLOADS, Comparison, SpineSuite, run_spine
+from benchmarks.spine_table import page, render
 from encore.machine import Machine, this_machine
 from encore.progress import progress
 from support.json_schema import violations
@@ -34,7 +32,7 @@ def made_up(workload: str, *, graphs: int = 1, difference: float = 0.0) -> Compa
     )  # fmt: skip
 
 
-SUITE_FOUND = Suite(MACHINE, False, (made_up("nmt"), made_up("speech", graphs=2, difference=1e-7)))
+SUITE_FOUND = SpineSuite(MACHINE, False, (made_up("nmt"), made_up("speech", graphs=2, difference=1e-7)))
 
 TABLE = """\
 workload                    nmt  speech (2 graphs)
@@ -65,19 +63,20 @@ def test_page_names_machine_and_versions_and_nothing_private() -> None:
     assert "- commit: 0123456789\n- date: 2026-01-31\n" in text
     assert "- torch: 2.13.0\n" in text
     assert "9 rounds a workload" in text
-    assert str(Path.home()) not in page(Suite(this_machine(), True, (made_up("nmt"),)))
+    assert str(Path.home()) not in page(SpineSuite(this_machine(), True, (made_up("nmt"),)))
 
 
 def test_json() -> None:
     found = json.loads(SUITE_FOUND.to_json())
-    assert violations(found, results.schema("spine")) == []
+    assert violations(found, SpineSuite.schema()) == []
     assert [row["workload"] for row in found["comparisons"]] == ["nmt", "speech"]
 
 
 def test_the_command_writes_both_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(suite_module, "run_suite", lambda *, quick: SUITE_FOUND)
+    made = dataclasses.replace(results.SUITES["spine"], run=lambda *, quick: SUITE_FOUND)
+    monkeypatch.setitem(results.SUITES, "spine", made)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
     assert main(["spine", "--json", "found.json", "--docs"]) == 0
@@ -100,9 +99,9 @@ def test_the_index_of_the_pages_names_every_suite() -> None:
 
 
 def test_the_suite_compares_every_workload(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(suite_module, "compare", lambda build, **_: made_up(build().name))
-    found = run_suite(quick=True)
-    assert tuple(comparison.workload for comparison in found.comparisons) == SUITE
+    monkeypatch.setattr(spine, "compare_workload", lambda build, **_: made_up(build().name))
+    found = run_spine(quick=True)
+    assert tuple(comparison.workload for comparison in found.comparisons) == WORKLOADS
     assert found.quick
     assert "tiny sizes" in render(found)
 

@@ -87,7 +87,7 @@ def test_what_is_printed(found: demo.Demo) -> None:
     assert "translation:" in text
     assert ("identical bit for bit" in text) if found.identical else ("the same curve: losses differ by" in text)
     assert f"{found.eager_losses[-1]:.7f}" in text
-    assert f"{found.turns.ratio:.2f}x (median of 5 in turns" in text
+    assert f"{found.times.ratio:.2f}x (median of 5 interleaved steps" in text
     assert "Encore: Translator" in text
     assert "  broken: failed: RuntimeError: no compiler\n" in text
 

@@ -116,7 +116,7 @@ def test_a_chart_is_read_by_keyboard(opened: Any) -> None:
     report = tower_plan()
     assert readout.text.startswith(f"Peak: {bytes_text(report.resident + report.planned.step_peak)} at moment ")
     assert "feature maps" in tip.text
-    assert "tower.py:" in tip.text
+    assert "example_report.py:" in tip.text
     press(opened, "ESCAPE")
     assert not tip.is_displayed()
 

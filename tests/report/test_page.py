@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import encore
+from encore.compiler.profiles import STRETCHES
 from encore.report.page import MOST_MEMBERS, MOST_ROWS, at_peak, decision_data, page
-from encore.report.profile import LAYERS, STRETCHES, Profile
+from encore.report.profile import LAYERS, Profile
 from encore.report.report import DecisionRow
 from support.example_report import tower_estimate, tower_plan
 

@@ -14,8 +14,9 @@ from torch import nn
 
 import encore
 from encore.api import compiled_call
+from encore.compiler.profiles import thinned
 from encore.report.allocations import Allocation, alive_at_peak
-from encore.report.profile import LAYERS, Profile, thinned
+from encore.report.profile import LAYERS, Profile
 from encore.schedule import Kind
 from support.captured_graphs import train_step
 from support.example_report import tower_plan
@@ -66,7 +67,7 @@ def test_layers_hold_every_kind_once() -> None:
 def test_moments_are_told_in_words(planned: encore.Report) -> None:
     what = set(planned.planned.profile.what)
     assert {"forward is done", "backward is done"} <= what
-    assert any(words.startswith("forward: addmm, layers.0.inner (tower.py:") for words in what)
+    assert any(words.startswith("forward: addmm, layers.0.inner (example_report.py:") for words in what)
     assert any(words.startswith("backward: release ") for words in what)
 
 
@@ -157,7 +158,7 @@ def test_recomputed_values_are_short_lived(planned: encore.Report) -> None:
     again = [item for item in planned.allocations if item.kind == "recomputed"]
     assert again
     assert all(item.died is not None for item in again)
-    assert all(item.module.startswith("layers.") and item.source.startswith("tower.py:") for item in again)
+    assert all(item.module.startswith("layers.") and item.source.startswith("example_report.py:") for item in again)
 
 
 def test_a_report_holds_on_to_no_graph_and_no_tensor() -> None:

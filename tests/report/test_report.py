@@ -14,9 +14,11 @@ from torch import nn
 
 import encore
 from benchmarks.workloads import tiny
+from encore.report import table
 from encore.report.profile import Profile
 from encore.report.report import DecisionRow, GraphRow, Prediction
 from encore.report.table import LISTED_ROWS, common_path, fold
+from encore.units import seconds_text
 from support.captured_graphs import train_step
 
 
@@ -204,6 +206,21 @@ def test_reasons_that_differ_have_a_column() -> None:
     assert "why:" not in text
     assert ends_a_line(text, "first reason")
     assert ends_a_line(text, "second reason")
+
+
+def test_a_column_is_one_row_of_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/extending.md says."""
+    cost = table.Column(
+        "cost",
+        lambda row, times, module: seconds_text(row.seconds * times) if row.seconds else "",
+        right=True,
+        shown=lambda rows: any(row.seconds for row in rows),
+    )
+    monkeypatch.setattr(table, "COLUMNS", (*table.COLUMNS, cost))
+    costly = dataclasses.replace(row("b"), seconds=0.002)
+    assert "cost" not in with_rows([row("a")])
+    assert "cost" in with_rows([row("a"), costly])
+    assert ends_a_line(with_rows([row("a"), costly]), "2.0 ms")
 
 
 def ends_a_line(text: str, reason: str) -> bool:

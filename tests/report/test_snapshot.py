@@ -104,7 +104,9 @@ def test_frames_name_operator_module_and_line(data: dict[str, Any]) -> None:
     frames = [event["frames"] for event in data["device_traces"][0] if event["action"] == "alloc"]
     made = [[_memory_viz._frame_fmt(frame) for frame in found] for found in frames]
     assert any(
-        found[0].startswith("tower.py:") and "addmm -> " in found[0] and found[1].endswith(":module layers.0.inner")
+        found[0].startswith("example_report.py:")
+        and "addmm -> " in found[0]
+        and found[1].endswith(":module layers.0.inner")
         for found in made
     )
 

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 LISTED_AT_PEAK = 10
 RESIDENT = {Kind.PARAMETER.value: "parameters and buffers", Kind.INPUT.value: "inputs and constants"}
-"""What is there before the step is told in one row each."""
+"""What is alive before the step, in one row each."""
 MOST_ROWS = 4000
 """Rows of the decision table; what a page leaves out is in the JSON."""
 MOST_MEMBERS = 300
-"""Feature maps that a folded row can be unfolded to."""
+"""Activations that a folded row can be unfolded to."""
 
 
 def page(report: Report, *, measured: Sequence[Point] = (), peers: Sequence[Point] = ()) -> str:
@@ -87,7 +87,7 @@ def _profile(profile: Profile) -> dict[str, Any]:
 
 
 def decision_data(decisions: Sequence[DecisionRow]) -> dict[str, Any]:
-    """Folded rows, largest first; a reason or module is told once and then numbered."""
+    """Folded rows, largest first; a reason or module is written once and then numbered."""
     numbers: dict[str, int] = {}
 
     def number(text: str) -> int:

@@ -17,7 +17,7 @@ COLOURS = ("#7d8ba1", "#b4bfcd", "#4f9fd6", "#e8a317", "#17996b", "#b05fa5", "#7
 BUDGET_COLOUR = "#c0262d"
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 FAR = 1.6
-"""A budget so many times above the peak is told in words: the line would flatten what there is to see."""
+"""A budget so many times above the peak is written in the title: its line would flatten the picture."""
 
 
 def timeline_png(report: Report) -> bytes:

@@ -14,13 +14,13 @@ Curve = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A step that somebody measured, or that another system takes: `Point("eager", 1.02, 3_500_000_000)`."""
+    """A measured step, of this model or of another system: `Point("eager", 1.02, 3_500_000_000)`."""
 
     name: str
     seconds_ratio: float
     """Seconds of its step over those of this model with everything kept (`overhead=0`), which is 1 on the chart."""
     step_peak: int
-    """Bytes it allocates at its worst moment, as `encore.measure(step).step_peak` tells them."""
+    """Bytes alive at its peak: `encore.measure(step).step_peak`."""
 
     def __post_init__(self) -> None:
         number = isinstance(self.seconds_ratio, int | float) and math.isfinite(self.seconds_ratio)

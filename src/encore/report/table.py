@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -114,31 +115,53 @@ def _graphs(report: Report) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of the decision table: its cell of a row, of how many such rows, and of their common module."""
+
+    heading: str
+    cell: Callable[[DecisionRow, int, str], str]
+    right: bool = False
+    shown: Callable[[Sequence[DecisionRow]], bool] = lambda rows: True
+    """Return whether the column has anything to show for these rows."""
+
+
+COLUMNS = (
+    Column("bytes", lambda row, times, module: bytes_text(row.bytes * times), right=True),
+    Column(
+        "held",
+        lambda row, times, module: bytes_text(row.held * times),
+        right=True,
+        shown=lambda rows: any(row.code for row in rows),
+    ),
+    Column("times", lambda row, times, module: f"x{times}", right=True),
+    Column("action", lambda row, times, module: f"{row.action} {row.code}{'' if row.lossless else ', lossy'}".rstrip()),
+    Column("module", lambda row, times, module: module or "(model)"),
+    Column("shape", lambda row, times, module: "x".join(map(str, row.shape)) or "scalar"),
+    Column("line", lambda row, times, module: row.source),
+    Column("why", lambda row, times, module: row.why, shown=lambda rows: len({row.why for row in rows}) > 1),
+)
+"""Adding a column is adding a row here."""
+
+
 def _decisions(report: Report) -> str:
     folded = fold(report.decisions)
     if not folded:
         return ""
+    rows = [row for row, _, _ in folded]
+    columns = [column for column in COLUMNS if column.shown(rows)]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    reasons = {row.why for row, _, _ in folded}
-    stood_in_for = any(row.code for row, _, _ in folded)
-    headings = ["bytes", *["held"] * stood_in_for, "times", "action", "module", "shape", "line"]
-    headings += ["why"] * (len(reasons) > 1)
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in ("bytes", "held", "times") else "left", overflow="fold")
-    for row, times, module in folded[:LISTED_ROWS]:
-        cells = [
-            bytes_text(row.bytes * times), *[bytes_text(row.held * times)] * stood_in_for, f"x{times}",
-            f"{row.action} {row.code}{'' if row.lossless else ', lossy'}".rstrip(), module or "(model)",
-            "x".join(map(str, row.shape)) or "scalar", row.source, row.why,
-        ]  # fmt: skip
-        table.add_row(*cells[: len(headings)])
+    for column in columns:
+        table.add_column(column.heading, justify="right" if column.right else "left", overflow="fold")
+    for one in folded[:LISTED_ROWS]:
+        table.add_row(*(column.cell(*one) for column in columns))
     buffer = io.StringIO()
-    console = Console(file=buffer, width=WIDTH, color_system=None, highlight=False)
-    console.print(table)
+    Console(file=buffer, width=WIDTH, color_system=None, highlight=False).print(table)
     text = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
     hidden = len(folded) - LISTED_ROWS
     if hidden > 0:
         text += f"\n... and {hidden} smaller rows; to_json() has them all"
+    reasons = {row.why for row in rows}
     return text if len(reasons) > 1 else f"{text}\nwhy: {reasons.pop()}"
 
 

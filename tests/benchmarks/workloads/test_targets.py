@@ -7,7 +7,8 @@ import json
 import pytest
 
 from benchmarks.workloads import NAMED_SIZES, WORKLOADS, targets
-from encore.cli import load_target, main
+from encore.cli import main
+from encore.cli.targets import load_target
 
 
 def test_every_workload_and_every_named_size_is_a_target() -> None:

@@ -131,7 +131,7 @@ options:
   --overhead F       extra time allowed, as a fraction (default: 0.05)
   --eager            plain PyTorch, to compare with
   --lowering L       fused or eager: whose gradients are plain PyTorch's, bit for bit
-  --tiers T          where feature maps may go between forward and backward, such as disk or host,disk
+  --tiers T          where activations may be offloaded to, such as disk or host,disk
   --steps N          steps to train in all (default: 100)
   --batch-size N     examples a step (default: the workload's)
   --size NAME=N      a size, such as hidden=512, or tiny

@@ -405,16 +405,18 @@
     return make("span", {}, ...pieces.flatMap((piece, place) => (place ? [document.createElement("wbr"), piece] : [piece])));
   }
 
+  // A column: its title, what it is sorted by, and the content of its cell in a row, and in a row of a single feature map.
+  // Adding a column is adding an entry.
   const COLUMNS = [
-    { title: "Bytes", number: true, key: (row) => row.bytes * row.count, descending: true },
-    { title: "Count", number: true, key: (row) => row.count, descending: true },
-    { title: "Action", key: (row) => row.action },
-    { title: "Module", key: (row) => text(row.module) },
-    { title: "Operator", key: (row) => text(row.operator) },
-    { title: "Shape", tight: true, key: (row) => text(row.shape) },
-    { title: "Line", tight: true, key: (row) => text(row.source) },
-    { title: "Time", number: true, key: (row) => row.seconds, descending: true },
-    { title: "Why", key: (row) => text(row.why) },
+    { title: "Bytes", number: true, key: (row) => row.bytes * row.count, descending: true, draw: (row) => bytesText(row.bytes * row.count), member: (row) => bytesText(row.bytes) },
+    { title: "Count", number: true, key: (row) => row.count, descending: true, draw: countButton },
+    { title: "Action", key: (row) => row.action, draw: action },
+    { title: "Module", key: (row) => text(row.module), draw: (row) => path(text(row.module)), member: (row, [, module]) => path(text(module)) },
+    { title: "Operator", key: (row) => text(row.operator), draw: (row) => path(text(row.operator)), member: (row, [value]) => path(value), memberTitle: "Value" },
+    { title: "Shape", tight: true, key: (row) => text(row.shape), draw: (row) => text(row.shape) },
+    { title: "Line", tight: true, key: (row) => text(row.source), draw: (row) => text(row.source) },
+    { title: "Time", number: true, key: (row) => row.seconds, descending: true, draw: (row) => time(row.seconds), member: (row, [, , seconds]) => time(seconds) },
+    { title: "Why", key: (row) => text(row.why), draw: (row) => text(row.why) },
   ];
   const sorting = { column: 0, descending: true };
   const unfolded = new Set();
@@ -441,12 +443,19 @@
     });
   }
 
-  function cell(column, content, extra = {}) {
-    return make("td", { role: "cell", "data-label": COLUMNS[column].title, class: COLUMNS[column].number ? "number" : COLUMNS[column].tight ? "tight" : "", ...extra }, ...(content === "" ? [] : [content]));
+  function cell(column, content, title) {
+    return make("td", { role: "cell", "data-label": title, class: column.number ? "number" : column.tight ? "tight" : "" }, ...(content === "" ? [] : [content]));
   }
 
-  function countCell(row) {
-    if (row.count === 1) return cell(1, "1");
+  const time = (seconds) => (seconds ? secondsText(seconds) : "");
+
+  function action(row) {
+    const as = row.code ? `${row.action} ${row.code}: ${bytesText(row.held * row.count)}` : row.action;
+    return make("span", { class: `action ${row.action}` }, as);
+  }
+
+  function countButton(row) {
+    if (row.count === 1) return "1";
     const open = unfolded.has(row.id);
     const button = make("button", { type: "button", class: "unfold", "aria-expanded": String(open), "aria-label": `${row.count} feature maps, ${open ? "fold" : "unfold"}` }, String(row.count));
     button.addEventListener("click", () => {
@@ -455,22 +464,17 @@
       drawRows();
       body.querySelector(`[data-row="${row.id}"] .unfold`)?.focus();
     });
-    return cell(1, button);
+    return button;
   }
 
   function drawRow(row) {
-    const as = row.code ? `${row.action} ${row.code}: ${bytesText(row.held * row.count)}` : row.action;
-    const action = make("span", { class: `action ${row.action}` }, as);
-    const found = make("tr", { role: "row", "data-row": row.id },
-      cell(0, bytesText(row.bytes * row.count)), countCell(row), cell(2, action), cell(3, path(text(row.module))), cell(4, path(text(row.operator))),
-      cell(5, text(row.shape)), cell(6, text(row.source)), cell(7, row.seconds ? secondsText(row.seconds) : ""), cell(8, text(row.why)));
+    const found = make("tr", { role: "row", "data-row": row.id }, ...COLUMNS.map((column) => cell(column, column.draw(row), column.title)));
     return unfolded.has(row.id) ? [found, ...members(row)] : [found];
   }
 
   function members(row) {
-    const found = row.members.map(([value, module, seconds]) => make("tr", { role: "row", class: "member" },
-      cell(0, bytesText(row.bytes)), cell(1, ""), cell(2, ""), cell(3, path(text(module))), cell(4, path(value), { "data-label": "Value" }), cell(5, ""), cell(6, ""),
-      cell(7, seconds ? secondsText(seconds) : ""), cell(8, "")));
+    const found = row.members.map((member) => make("tr", { role: "row", class: "member" },
+      ...COLUMNS.map((column) => cell(column, column.member ? column.member(row, member) : "", column.memberTitle ?? column.title))));
     const rest = row.count - row.members.length;
     if (rest) found.push(make("tr", { role: "row", class: "member" }, make("td", { role: "cell", colspan: COLUMNS.length }, `and ${rest.toLocaleString("en")} more: to_json() has them all`)));
     return found;

@@ -14,7 +14,7 @@ from typing import NoReturn
 from encore.errors import BudgetError, EncoreError
 
 DONE, FAILED, DOES_NOT_FIT = 0, 1, 2
-TIERS = "where feature maps may go between forward and backward, such as disk or host,disk"
+TIERS = "where activations may be offloaded to, such as disk or host,disk"
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -108,11 +108,11 @@ def run(arguments: argparse.Namespace) -> list[Tuned]:
     """Measure what is not known yet."""
     asked = sizes(arguments)
     found: list[Tuned] = []
-    with progress("tuning", len(asked)) as tell:
+    with progress("tuning", len(asked)) as advance:
         for size in asked:
             known = {} if arguments.again else tuning.measured(size)
             found.append(Tuned(size, known or tuning.tune(size), bool(known)))
-            tell(f"{size.cell}, {size.hidden} units, batch {size.batch}, {size.steps} steps: {found[-1].best}")
+            advance(f"{size.cell}, {size.hidden} units, batch {size.batch}, {size.steps} steps: {found[-1].best}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Comparing eager and Encore: turns, ratios, differences, and one tiny workload from end to end."""
+"""The suite `spine`: interleaved rounds, ratios, differences, and one tiny workload from end to end."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.compare import STAGES, Turns, compare, gradient_difference, in_turns
+from benchmarks.differences import gradient_difference
+from benchmarks.pairs import PairedTimes, paired_times
+from benchmarks.spine import STAGES, compare_workload
 from benchmarks.workloads import build
 
 SMALL = {"batch_size": 2, "hidden": 8, "layers": 1, "heads": 2, "steps": 6}
 
 
-def test_turns_alternate() -> None:
+def test_rounds_are_interleaved() -> None:
     order: list[str] = []
 
     def side(name: str, seconds: float) -> float:
         order.append(name)
         return seconds
 
-    turns = in_turns(lambda: side("eager", 1.0), lambda: side("encore", 3.0), rounds=3)
+    times = paired_times(lambda: side("eager", 1.0), lambda: side("encore", 3.0), rounds=3)
     assert order == ["eager", "encore", "encore", "eager", "eager", "encore"]
-    assert turns == Turns(((1.0, 3.0),) * 3)
+    assert times == PairedTimes(((1.0, 3.0),) * 3)
 
 
 def test_ratios() -> None:
-    turns = Turns(((1.0, 2.0), (2.0, 2.0), (4.0, 6.0)))
-    assert turns.ratio == 1.5
-    assert turns.spread == (1.0, 2.0)
-    assert turns.seconds == (2.0, 2.0)
+    times = PairedTimes(((1.0, 2.0), (2.0, 2.0), (4.0, 6.0)))
+    assert times.ratio == 1.5
+    assert times.spread == (1.0, 2.0)
+    assert times.seconds == (2.0, 2.0)
 
 
 def test_difference_of_gradients() -> None:
@@ -46,7 +48,7 @@ def test_difference_of_gradients() -> None:
 
 def test_one_workload() -> None:
     told: list[str] = []
-    found = compare(functools.partial(build, "transformer", **SMALL), rounds=3, tell=told.append)
+    found = compare_workload(functools.partial(build, "transformer", **SMALL), rounds=3, advance=told.append)
     assert len(told) == STAGES
     assert (found.workload, found.graphs, found.plain, found.rounds) == ("transformer", 1, (), 3)
     assert found.gradient_difference == 0.0

@@ -1,4 +1,4 @@
-"""What operators are called where people read of them."""
+"""Names of operators in reports."""
 
 from __future__ import annotations
 

@@ -1,30 +1,23 @@
-"""The `encore` command: `encore env | estimate | plan | tune`."""
+"""The commands, their options, and what each of them runs."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
-import sys
-import traceback
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import encore
 from encore.api import estimate_with
-from encore.command_line import DONE, TIERS, CommandParser, run_command
-from encore.errors import BudgetError, EncoreError, listed
-from encore.options import make_options
+from encore.cli.command_line import DOES_NOT_FIT, DONE, TIERS, CommandParser, run_command
+from encore.cli.targets import TARGET, load_target
+from encore.errors import BudgetError, OptionError
+from encore.options import make_options, parse_budget
 from encore.units import bytes_text
-from encore.whole_files import check_file
-
-TARGET = "package.module:factory; the factory returns (model, args) or (model, args, kwargs), on any device"
-
-
-class TargetError(EncoreError):
-    """`package.module:factory` does not lead to a model."""
+from encore.whole_files import check_file, write_whole
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +53,13 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--html", type=Path, metavar="FILE", help="write the plan's page to FILE, for a browser")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
 
+    compare = command("compare", run_compare, "run eager, torch.compile, checkpoints and Encore; recommend one")
+    compare.add_argument("target", metavar="TARGET", help=TARGET)
+    compare.add_argument("--budget", metavar="B", help="bytes, 2GiB, 500MB, 60%% or min; exit code 2 if nothing fits")
+    compare.add_argument("--minutes", type=float, metavar="N", help="leave systems out to be done in about N minutes")
+    compare.add_argument("--plot", type=Path, metavar="FILE", help="draw peaks and step times into FILE, as PNG")
+    compare.add_argument("--json", action="store_true", help="print the figures as JSON")
+
     tune = command("tune", run_tune, "measure the layouts of recurrent layers, and keep the fastest of each size")
     tune.add_argument("--cell", nargs="+", default=["LSTM"], metavar="CELL", help="LSTM, GRU, RNN (default: LSTM)")
     tune.add_argument("--hidden", nargs="+", type=int, default=[256, 512], metavar="N", help="units (256 512)")
@@ -90,21 +90,21 @@ def run_env(arguments: argparse.Namespace) -> int:
 def run_estimate(arguments: argparse.Namespace) -> int:
     estimate = _estimate(arguments)
     shown: dict[str, Any] = {**estimate.report.to_dict(), "floor": estimate.floor, "pareto": estimate.pareto}
-    refusal: BudgetError | None = None
+    missed: BudgetError | None = None
     if arguments.budget is not None:
         try:
             estimate.plan(arguments.budget)
         except BudgetError as error:
-            refusal = error
-        shown |= {"budget": arguments.budget, "fits": refusal is None}
+            missed = error
+        shown |= {"budget": arguments.budget, "fits": missed is None}
     if arguments.json:
         print(json.dumps(shown, indent=2))
     else:
         print(estimate)
-        if arguments.budget is not None and refusal is None:
+        if arguments.budget is not None and missed is None:
             print(f"  fits a budget of {arguments.budget}")
-    if refusal is not None:
-        raise refusal
+    if missed is not None:
+        raise missed
     return DONE
 
 
@@ -119,7 +119,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         if file is not None:  # planning may take a while: say so before
             check_file(file)
     estimate = _estimate(arguments)
-    pareto = estimate.pareto  # which the report then tells exactly
+    pareto = estimate.pareto  # exact in the report from here on
     report = estimate.plan(arguments.budget)
     if arguments.save is not None:
         report.plan.save(arguments.save)
@@ -135,45 +135,30 @@ def run_plan(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def run_compare(arguments: argparse.Namespace) -> int:
+    from encore.compare import plots
+    from encore.compare.run import compare_systems
+
+    if arguments.minutes is not None and not 0 < arguments.minutes < math.inf:
+        raise OptionError(f"--minutes {arguments.minutes:g} is not accepted; give a positive number")
+    if arguments.plot is not None:
+        plots.require_matplotlib()
+        check_file(arguments.plot)
+    if arguments.budget is not None:
+        parse_budget(arguments.budget)
+    model, args, kwargs = load_target(arguments.target)
+    found = compare_systems(arguments.target, model, args, kwargs, budget=arguments.budget, minutes=arguments.minutes)
+    print(found.to_json() if arguments.json else found)
+    if arguments.plot is not None:
+        write_whole(arguments.plot, plots.png(plots.tradeoffs({arguments.target: found.outcomes})))
+    if found.budget_error is not None:
+        raise found.budget_error
+    return DONE if found.fits else DOES_NOT_FIT
+
+
 def run_tune(arguments: argparse.Namespace) -> int:
-    from encore import tune
+    from encore.cli import tune
 
     found = tune.run(arguments)
     print(tune.to_json(found) if arguments.json else tune.render(found))
     return DONE
-
-
-def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The model and arguments that `package.module:factory` makes."""
-    path, colon, name = target.partition(":")
-    if not (path and colon and name):
-        raise TargetError(f"{target!r} is not a target; write package.module:factory")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: modules of the folder one stands in can be named
-    module = _users(f"cannot import {path!r}", lambda: importlib.import_module(path))
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        known = [known for known, thing in vars(module).items() if callable(thing) and not known.startswith("_")]
-        raise TargetError(f"{path!r} has no factory {name!r}; it has {listed(known) or 'no callable at all'}")
-    made = _users(f"{target} failed", factory)
-    match made:
-        case (model, tuple() | list() as args) if callable(model):
-            return model, tuple(args), {}
-        case (model, tuple() | list() as args, dict() as kwargs) if callable(model):
-            return model, tuple(args), kwargs
-    raise TargetError(f"{target} must return (model, args) or (model, args, kwargs), not {type(made).__name__}")
-
-
-def _users(what: str, call: Callable[[], Any]) -> Any:
-    """Run the user's code; where it fails, say how and where in a line, without our own frames."""
-    try:
-        return call()
-    except Exception as error:
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename != __file__ and not frame.filename.startswith("<") and "importlib" not in frame.filename
-        ]
-        where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-        text = " ".join(str(error).split())
-        raise TargetError(f"{what}: {type(error).__name__}: {text}{where}") from None
