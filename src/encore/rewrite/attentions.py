@@ -20,8 +20,8 @@ import torch
 from encore.graph import Graph, Op, OpClass
 from encore.graph.values import Ref, Value, is_contiguous
 from encore.rewrite.edit import view_strides
-from encore.rewrite.matching import NoMatchError, expect, replaced_storages, views_and_readers
-from encore.rewrite.matmuls import device_of, exported
+from encore.rewrite.matching import NoMatchError, expect, views_and_readers
+from encore.rewrite.queries import device_of, exported, replaced_storages
 from encore.rnn.dot import TYPES
 
 aten = torch.ops.aten

@@ -22,7 +22,7 @@ from encore.graph.sized_ops import SIZE, SIZED, STRIDE
 from encore.graph.values import Ref, is_contiguous, map_refs
 from encore.rewrite.edit import Editor
 from encore.rewrite.judge import ConvolutionShape, Judge
-from encore.rewrite.matmuls import device_of
+from encore.rewrite.queries import device_of
 
 aten = torch.ops.aten
 MAPS = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}

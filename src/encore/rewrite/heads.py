@@ -21,7 +21,8 @@ import torch
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import OUT_VARIANT, is_pointwise
 from encore.graph.values import Ref, is_contiguous, refs
-from encore.rewrite.matmuls import Product, device_of, exported, product, products
+from encore.rewrite.matmuls import Product, product, products
+from encore.rewrite.queries import device_of, exported
 
 aten = torch.ops.aten
 LOSS, LOSS_BACKWARD = aten.nll_loss_forward.default, aten.nll_loss_backward.default

@@ -19,7 +19,8 @@ from encore.cost.room import has_room
 from encore.graph import Graph
 from encore.measurements import machine_cache
 from encore.rewrite.attentions import Attention
-from encore.rewrite.matmuls import Product, device_of
+from encore.rewrite.matmuls import Product
+from encore.rewrite.queries import device_of
 from encore.rewrite.scorings import Scoring
 
 ROUNDS = 7

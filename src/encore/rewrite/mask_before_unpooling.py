@@ -19,8 +19,8 @@ from encore.graph import Graph, Op, OpClass
 from encore.graph.needs import BackwardNeeds
 from encore.graph.values import Ref
 from encore.rewrite.edit import Editor
-from encore.rewrite.matmuls import exported
-from encore.rewrite.trial import Trial
+from encore.rewrite.op_builder import OpBuilder
+from encore.rewrite.queries import exported
 
 aten = torch.ops.aten
 CHANNELS = 1
@@ -42,12 +42,12 @@ class _Match:
 def mask_before_unpooling(graph: Graph) -> Graph:
     """The graph with such masks moved, where no larger map has to be kept for it."""
     editor = Editor(graph)
-    trial = Trial(editor)
+    builder = OpBuilder(editor)
     needs = BackwardNeeds(graph)
     for op in graph.ops:
         match = _match(graph, op) if op.target in POSITIONS else None
-        if match is not None and _pays(graph, needs, match) and _can_be_laid_out(trial, match):
-            _move(trial, match)
+        if match is not None and _pays(graph, needs, match) and _can_be_laid_out(builder, match):
+            _move(builder, match)
     return editor.finish()
 
 
@@ -135,23 +135,23 @@ def _pays(graph: Graph, needs: BackwardNeeds, match: _Match) -> bool:
     return needs.is_kept_whole(pooled) or graph.storages[pooled].bytes <= freed
 
 
-def _can_be_laid_out(trial: Trial, match: _Match) -> bool:
+def _can_be_laid_out(builder: OpBuilder, match: _Match) -> bool:
     """Can a copy of what was unpooled lie as each mask's result did?"""
-    return all(_copying(trial, mask) is not None for mask in match.masks)
+    return all(_copying(builder, mask) is not None for mask in match.masks)
 
 
-def _copying(trial: Trial, mask: Op) -> torch.memory_format | None:
-    unpooled, result = (trial.editor.graph.values[value] for value in (mask.args[0].value, mask.writes[0] or 0))
-    with trial.mode:
+def _copying(builder: OpBuilder, mask: Op) -> torch.memory_format | None:
+    unpooled, result = (builder.editor.graph.values[value] for value in (mask.args[0].value, mask.writes[0] or 0))
+    with builder.mode:
         lying = torch.empty_strided(unpooled.shape, unpooled.stride, device="meta")
-    return trial.copying_into(lying, result.stride)
+    return builder.copying_into(lying, result.stride)
 
 
-def _move(trial: Trial, match: _Match) -> None:
-    editor, unpool = trial.editor, match.unpool
+def _move(builder: OpBuilder, match: _Match) -> None:
+    editor, unpool = builder.editor, match.unpool
     gradient = editor.graph.ops[unpool.id].args[0].value  # a mask that was there may have been moved already
     args = (Ref(gradient), Ref(match.pooled), match.threshold)
-    masked = trial.before(unpool, f"{unpool.name}_masked", aten.threshold_backward.default, args)
+    masked = builder.before(unpool, f"{unpool.name}_masked", aten.threshold_backward.default, args)
     editor.read_instead(unpool, gradient, masked)
     for mask in match.masks:
         (result,) = mask.writes
@@ -162,6 +162,6 @@ def _move(trial: Trial, match: _Match) -> None:
                 editor.read_instead(reader, result, gradient)
             editor.remove(mask)
             continue
-        format_ = _copying(trial, mask)
+        format_ = _copying(builder, mask)
         options = {} if format_ is torch.preserve_format else {"memory_format": format_}
         editor.adopt(editor.op_after(mask, f"{mask.name}_copy", aten.clone.default, (Ref(gradient),), options), result)

@@ -1,4 +1,4 @@
-"""What the passes ask about matrix products: which they are, what they read, who reads what they make."""
+"""The matrix products of a graph, and what depends on them."""
 
 from __future__ import annotations
 
@@ -39,17 +39,6 @@ def products(graph: Graph) -> Iterator[Product]:
     return (found for op in graph.ops if (found := product(op)) is not None)
 
 
-def exported(graph: Graph) -> set[int]:
-    """Values that leave the graph."""
-    return {value for value in (*graph.outputs, *graph.gradients) if value is not None}
-
-
-def device_of(graph: Graph, value: int) -> str:
-    storage = graph.values[value].storage
-    assert storage is not None
-    return graph.storages[storage].device
-
-
 def depends_on(graph: Graph, members: Sequence[Product]) -> set[int]:
     """Every value up to the last of some products that is computed from the result of one of them, directly or not;
     those results too."""
@@ -59,11 +48,3 @@ def depends_on(graph: Graph, members: Sequence[Product]) -> set[int]:
         if not tainted.isdisjoint(op.reads):
             tainted.update(value for value in op.writes if value is not None)
     return tainted
-
-
-def has_memory_to_itself(graph: Graph, value: int) -> bool:
-    """Does nothing else look at the value's memory, and does it fill it?"""
-    storage = graph.values[value].storage
-    if storage is None or storage in graph.external:
-        return False
-    return graph.storages[storage].values == [value] and graph.values[value].producer is not None

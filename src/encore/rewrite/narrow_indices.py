@@ -17,7 +17,7 @@ from encore.graph.needs import BackwardNeeds, Need, Reading
 from encore.graph.sized_ops import SIZE
 from encore.graph.values import Ref, map_refs
 from encore.rewrite.edit import Editor
-from encore.rewrite.matmuls import device_of
+from encore.rewrite.queries import device_of
 
 aten, own = torch.ops.aten, torch.ops.encore
 NARROW = (torch.int8, torch.int16, torch.int32)

@@ -18,8 +18,8 @@ from encore.graph import Graph, Op, OpClass
 from encore.graph.needs import BackwardNeeds, Need, Reading
 from encore.graph.values import Ref, Value
 from encore.rewrite.edit import Editor
-from encore.rewrite.matching import holds
-from encore.rewrite.trial import Trial
+from encore.rewrite.op_builder import OpBuilder
+from encore.rewrite.queries import represents
 
 aten = torch.ops.aten
 ANY_LAYOUT = frozenset({aten.threshold_backward.default, aten.leaky_relu_backward.default, aten.mul.Tensor})
@@ -34,7 +34,7 @@ ANY_LAYOUT_BUT_FOR_ROUNDING = frozenset({
 def _same_settings(map_: Value, forward: Op, backward: Op) -> bool:
     """Between the same two constants, which what lies beyond becomes: as they are, not rounded to the map's type."""
     limits = (*forward.args[1:], *(-1.0, 1.0)[len(forward.args) - 1 :])
-    return tuple(backward.args[2:4]) == limits and all(holds(map_, limit) for limit in limits)
+    return tuple(backward.args[2:4]) == limits and all(represents(map_, limit) for limit in limits)
 
 
 def _rises(map_: Value, forward: Op, backward: Op) -> bool:
@@ -46,7 +46,12 @@ def _rises(map_: Value, forward: Op, backward: Op) -> bool:
 def _replaces_by_less(map_: Value, forward: Op, backward: Op) -> bool:
     """`threshold(x, t, value)`, with nothing above `t` made of what was not."""
     _, threshold, value = forward.args
-    return bool(value <= threshold) and backward.args[2] == threshold and holds(map_, threshold) and holds(map_, value)
+    return (
+        bool(value <= threshold)
+        and backward.args[2] == threshold
+        and represents(map_, threshold)
+        and represents(map_, value)
+    )
 
 
 SAME_SIDE: dict[Any, tuple[Any, Callable[[Value, Op, Op], bool]]] = {
@@ -70,7 +75,7 @@ class _Twin:
 def read_kept(graph: Graph, *, exact: bool) -> Graph:
     """The graph in which maps that are said again elsewhere are not kept."""
     editor = Editor(graph)
-    trial = Trial(editor)
+    builder = OpBuilder(editor)
     needs = BackwardNeeds(graph)
     given_up: set[int] = set()
     for storage, readings in needs.of.items():
@@ -80,7 +85,7 @@ def read_kept(graph: Graph, *, exact: bool) -> Graph:
         for reading in readings:
             if reading.need is not Need.SIZE:
                 twins = _kept_twins(graph, needs, reading, given_up)
-                found += [(reading, twin) for twin in twins if _serves(trial, reading, twin, exact)][:1]
+                found += [(reading, twin) for twin in twins if _serves(builder, reading, twin, exact)][:1]
         if found and len(found) == sum(reading.need is not Need.SIZE for reading in readings):
             given_up.add(storage)
             for reading, twin in found:
@@ -141,9 +146,9 @@ def _forward_readers(graph: Graph, value: int) -> list[Op]:
     return [op for reader in graph.values[value].readers if (op := graph.ops[reader]).forward]
 
 
-def _serves(trial: Trial, reading: Reading, twin: _Twin, exact: bool) -> bool:
+def _serves(builder: OpBuilder, reading: Reading, twin: _Twin, exact: bool) -> bool:
     """Does the formula make the same of the twin, where it lies, and leave it laid out as before?"""
-    graph, op = trial.editor.original, reading.op
+    graph, op = builder.editor.original, reading.op
     before, now = graph.values[reading.value].stride, graph.values[twin.value].stride
     if before == now and twin.start is None:
         return True
@@ -151,7 +156,7 @@ def _serves(trial: Trial, reading: Reading, twin: _Twin, exact: bool) -> bool:
         return False
     (made,) = op.writes
     assert made is not None
-    return trial.strides(op.target, op.args, {reading.value: now}) == graph.values[made].stride
+    return builder.strides(op.target, op.args, {reading.value: now}) == graph.values[made].stride
 
 
 def _read(editor: Editor, reading: Reading, twin: _Twin) -> None:

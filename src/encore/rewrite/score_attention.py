@@ -18,7 +18,7 @@ from encore.graph import Graph, Op
 from encore.graph.values import Ref, is_contiguous
 from encore.rewrite.edit import Editor
 from encore.rewrite.judge import Judge
-from encore.rewrite.matmuls import exported, has_memory_to_itself
+from encore.rewrite.queries import exported, has_memory_to_itself
 from encore.rewrite.scorings import Scoring, find_scorings
 
 aten = torch.ops.aten

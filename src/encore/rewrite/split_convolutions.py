@@ -24,7 +24,7 @@ from encore.graph import Graph, Op, Value
 from encore.graph.values import Ref, is_contiguous, span_bytes
 from encore.rewrite.channels_last import channels_last_strides, has_channels_last
 from encore.rewrite.edit import Editor
-from encore.rewrite.matmuls import device_of
+from encore.rewrite.queries import device_of
 
 aten = torch.ops.aten
 INPUT, WEIGHT, BIAS, MASK = 1, 2, 3, 10

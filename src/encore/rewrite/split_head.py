@@ -23,7 +23,7 @@ from encore.graph import Graph, Op, OpClass
 from encore.graph.values import Ref, contiguous_strides, map_refs
 from encore.rewrite.edit import Editor
 from encore.rewrite.heads import ALONG, LOSS, LOSS_BACKWARD, Exit, Gathered, Head, RowByRow, Summed, find_heads
-from encore.rewrite.matmuls import device_of
+from encore.rewrite.queries import device_of
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
