@@ -18,7 +18,7 @@ from encore.cost.allocator import profiler_is_running
 from encore.cost.room import has_room
 from encore.graph import Graph
 from encore.measurements import machine_cache
-from encore.rewrite.attentions import Attention
+from encore.rewrite.dot_attention import DotAttention
 from encore.rewrite.matmuls import Product
 from encore.rewrite.queries import device_of
 from encore.rewrite.scorings import Scoring
@@ -167,7 +167,7 @@ class Judge:
         ratio = self._known_ratio(key, lambda: _scoring(found, dtype), footprint=3 * middle)
         return math.prod(found.shape) * found.hidden >= LARGE_MIDDLE if ratio is None else ratio < WORTH_IT
 
-    def blocks_pay(self, found: Attention, dtype: torch.dtype) -> bool:
+    def blocks_pay(self, found: DotAttention, dtype: torch.dtype) -> bool:
         """Attend some heads at a time? The other side is what fused kernels would have to do at least: one pass over
         all scores between products, forward and backward; on memory that is there already, nothing made again."""
         key = (
@@ -249,7 +249,7 @@ class LeanJudge(Judge):
         """Backward needs the inputs alone."""
         return found.shape[1] > 1
 
-    def blocks_pay(self, found: Attention, dtype: torch.dtype) -> bool:
+    def blocks_pay(self, found: DotAttention, dtype: torch.dtype) -> bool:
         """Only the scores of some heads are there at once."""
         return True
 
@@ -319,7 +319,7 @@ def _scoring(found: Scoring, dtype: torch.dtype) -> Sides:
     return before, after
 
 
-def _attention(found: Attention, dtype: torch.dtype) -> Sides:
+def _attention(found: DotAttention, dtype: torch.dtype) -> Sides:
     """Attention and, where there is a backward, its gradients: by way of all scores, and some heads at a time."""
     aten = torch.ops.aten
     batch, heads, queries, keys = found.shape

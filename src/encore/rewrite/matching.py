@@ -25,6 +25,7 @@ from encore.rewrite.queries import exported, readers_of, same_elements
 
 Captures = Mapping[str, Any]
 """What the names of a pattern stand for: values by number, operators, plain arguments."""
+NOTHING: Captures = {}
 
 
 class Scope:
@@ -86,13 +87,17 @@ class AnyTensor(Pattern):
 
 @dataclass(frozen=True, slots=True)
 class SameElements(Pattern):
-    """A tensor that looks at the same elements in the same order as one that is captured."""
+    """A tensor that looks at the same elements in the same order as one that is captured, or at those of its
+    transposed matrices."""
 
     name: str
+    transposed: bool = False
 
     def fits(self, scope: Scope, argument: Any, captures: Captures) -> Iterator[Captures]:
-        values = scope.graph.values
-        if isinstance(argument, Ref) and same_elements(values[argument.value], values[captures[self.name]]):
+        values, known = scope.graph.values, captures.get(self.name)
+        if not isinstance(argument, Ref) or known is None:
+            return
+        if same_elements(values[argument.value], values[known], transposed=self.transposed):
             yield captures
 
 
@@ -112,11 +117,11 @@ class OpPattern(Pattern):
     """A call of one of some operators. Its arguments are patterns, or plain values to be equal to; `...` at the end
     stands for any others."""
 
-    __slots__ = ("arguments", "commutes", "forward", "kwargs", "name", "only_use", "result", "targets")
+    __slots__ = ("any_kwargs", "arguments", "commutes", "forward", "name", "only_use", "result", "targets")
 
     def __init__(
         self, target: Any, *arguments: Any, name: str = "", only_use: bool = False, commutes: bool = False,
-        forward: bool | None = None, result: int = 0, **kwargs: Any,
+        forward: bool | None = None, result: int = 0, any_kwargs: bool = False,
     ) -> None:  # fmt: skip
         self.targets: tuple[Any, ...] = target if isinstance(target, tuple) else (target,)
         self.arguments = arguments
@@ -129,7 +134,8 @@ class OpPattern(Pattern):
         """The phase in which it must run, where that matters."""
         self.result = result
         """Which of its results is meant."""
-        self.kwargs = kwargs
+        self.any_kwargs = any_kwargs
+        """May it have keyword arguments, whatever they are?"""
 
     def fits(self, scope: Scope, argument: Any, captures: Captures) -> Iterator[Captures]:
         op = scope.graph.producer(argument.value) if isinstance(argument, Ref) else None
@@ -139,7 +145,9 @@ class OpPattern(Pattern):
             yield from self.fits_op(scope, op, captures)
 
     def fits_op(self, scope: Scope, op: Op, captures: Captures) -> Iterator[Captures]:
-        if op.target not in self.targets or self.forward not in (None, op.forward) or op.kwargs != self.kwargs:
+        if op.target not in self.targets or self.forward not in (None, op.forward):
+            return
+        if op.kwargs and not self.any_kwargs:
             return
         for named in _captured(captures, self.name, op):
             yield from _all_fit(scope, self.arguments, op.args, named)
@@ -201,9 +209,9 @@ def _all_fit(scope: Scope, patterns: Sequence[Any], arguments: Sequence[Any], ca
             yield from _all_fit(scope, patterns[1:], arguments[1:], captured)
 
 
-def matches(scope: Scope, pattern: OpPattern, op: Op) -> Iterator[Match]:
-    """Every way in which the pattern fits an operator."""
-    return (Match(scope, op, captures) for captures in pattern.fits_op(scope, op, {}))
+def matches(scope: Scope, pattern: OpPattern, op: Op, captures: Captures = NOTHING) -> Iterator[Match]:
+    """Every way in which the pattern fits an operator, given what is captured already."""
+    return (Match(scope, op, found) for found in pattern.fits_op(scope, op, captures))
 
 
 # -- walks -------------------------------------------------------------------------------------------------------------

@@ -57,10 +57,14 @@ def represents(value: Value, number: float) -> bool:
     return value.dtype.itemsize > 2 or float(torch.tensor(number, dtype=value.dtype)) == number
 
 
-def same_elements(one: Value, two: Value) -> bool:
-    """Return whether two values look at the same elements in the same order."""
-    where = (one.storage, one.offset, one.shape) == (two.storage, two.offset, two.shape)
-    return where and effective_strides(one.shape, one.stride) == effective_strides(two.shape, two.stride)
+def same_elements(one: Value, two: Value, *, transposed: bool = False) -> bool:
+    """Return whether two values look at the same elements in the same order, or one of them at the other's matrices
+    transposed."""
+    shape, stride = two.shape, two.stride
+    if transposed:
+        shape, stride = (*shape[:-2], *shape[:-3:-1]), (*stride[:-2], *stride[:-3:-1])
+    where = (one.storage, one.offset, one.shape) == (two.storage, two.offset, shape)
+    return where and effective_strides(one.shape, one.stride) == effective_strides(shape, stride)
 
 
 def effective_strides(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
