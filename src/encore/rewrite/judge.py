@@ -18,10 +18,10 @@ from encore.cost.allocator import profiler_is_running
 from encore.cost.room import has_room
 from encore.graph import Graph
 from encore.measurements import machine_cache
+from encore.rewrite.additive_scores import AdditiveScores
 from encore.rewrite.dot_attention import DotAttention
 from encore.rewrite.matmuls import Product
 from encore.rewrite.queries import device_of
-from encore.rewrite.scorings import Scoring
 
 ROUNDS = 7
 WORTH_IT = 0.95
@@ -153,7 +153,7 @@ class Judge:
         widths = [graph.values[sibling.right].shape[1] for sibling in siblings]
         return self._pays(f"merge {uses} {widths}", graph, siblings[0], before, after)
 
-    def scoring_pays(self, found: Scoring, dtype: torch.dtype) -> bool:
+    def scoring_pays(self, found: AdditiveScores, dtype: torch.dtype) -> bool:
         """Hold queries against keys in one operator? The other side is what fused kernels would have to do at least:
         write the middle twice, and go over it for each product and sum; on memory that is there already. One query at a
         time, as decoders go, the middle is small and melts into kernels that do more: they are faster."""
@@ -245,7 +245,7 @@ class LeanJudge(Judge):
         """It changes the layout of activations, not their number."""
         return False
 
-    def scoring_pays(self, found: Scoring, dtype: torch.dtype) -> bool:
+    def scoring_pays(self, found: AdditiveScores, dtype: torch.dtype) -> bool:
         """Backward needs the inputs alone."""
         return found.shape[1] > 1
 
@@ -286,7 +286,7 @@ def _convolution(shape: ConvolutionShape, layout: torch.memory_format) -> Callab
     return run
 
 
-def _scoring(found: Scoring, dtype: torch.dtype) -> Sides:
+def _scoring(found: AdditiveScores, dtype: torch.dtype) -> Sides:
     """Scores and, where there is a backward, their gradients: by way of the middle, and without."""
     batch, queries, keys = found.shape
     middle, gradient = (torch.full((*found.shape, found.hidden), 0.01, dtype=dtype) for _ in range(2))

@@ -16,10 +16,10 @@ import torch
 
 from encore.graph import Graph, Op
 from encore.graph.values import Ref, is_contiguous
+from encore.rewrite.additive_scores import AdditiveScores, find_additive_scores
 from encore.rewrite.edit import Editor
 from encore.rewrite.judge import Judge
 from encore.rewrite.queries import exported, has_memory_to_itself
-from encore.rewrite.scorings import Scoring, find_scorings
 
 aten = torch.ops.aten
 RESULTS = ("keys", "query", "weight", "bias", "norm_weight", "norm_bias")
@@ -29,14 +29,14 @@ RESULTS = ("keys", "query", "weight", "bias", "norm_weight", "norm_bias")
 def score_attention(graph: Graph, judge: Judge) -> Graph:
     """The graph with attention's scores in operators of their own where that pays."""
     editor = Editor(graph)
-    worthwhile = [found for found in find_scorings(graph) if judge.scoring_pays(found, _dtype(graph, found))]
+    worthwhile = [found for found in find_additive_scores(graph) if judge.scoring_pays(found, _dtype(graph, found))]
     going = {op.id for found in worthwhile for op in found.backward}
     for found in worthwhile:
         _Replacement(editor, found, going).make()
     return editor.finish()
 
 
-def _dtype(graph: Graph, found: Scoring) -> torch.dtype:
+def _dtype(graph: Graph, found: AdditiveScores) -> torch.dtype:
     dtype = graph.values[found.query].dtype
     assert dtype is not None
     return dtype
@@ -45,7 +45,7 @@ def _dtype(graph: Graph, found: Scoring) -> torch.dtype:
 class _Replacement:
     """One scoring on its way into operators. What made the middle goes by itself: nobody reads it any more."""
 
-    def __init__(self, editor: Editor, found: Scoring, going: set[int]) -> None:
+    def __init__(self, editor: Editor, found: AdditiveScores, going: set[int]) -> None:
         self.editor = editor
         self.values = editor.graph.values
         self.found = found
