@@ -49,9 +49,7 @@ WITH_BIAS = AnyTensor(
     "biased", OpPattern(aten.add.Tensor, QUERY_AND_KEYS, AnyTensor("bias"), commutes=True, forward=True)
 )
 TOTAL = OneOf(WITH_BIAS, QUERY_AND_KEYS)
-NORMALISED = AnyTensor(
-    "normalised", OpPattern(aten.native_layer_norm.default, TOTAL, Argument("sizes"), ..., name="norm")
-)
+NORM = OpPattern(aten.native_layer_norm.default, TOTAL, Argument("sizes"), ..., name="norm")
 TANH = AnyTensor("tanh", OpPattern(aten.tanh.default, OneOf(NORM, TOTAL), forward=True))
 WEIGHT, ROWS = AnyTensor("weight"), AnyTensor("rows", Views(TANH))
 WEIGHTED = OpPattern(aten.mul.Tensor, ROWS, WEIGHT, commutes=True, name="weighted", only_use=True, forward=True)

@@ -18,6 +18,7 @@ from encore.graph.values import Ref, is_contiguous
 from encore.rewrite.dot_attention import DotAttention, find_dot_attentions
 from encore.rewrite.edit import Editor
 from encore.rewrite.judge import Judge
+from encore.rewrite.queries import result_of
 
 
 def block_attention(graph: Graph, judge: Judge) -> Graph:
@@ -49,8 +50,7 @@ def _kept(editor: Editor, found: DotAttention, dtype: torch.dtype) -> tuple[Ref 
     the sizes of scores that are nowhere in memory."""
     if found.draw is None:
         return None, 1.0
-    (mask,) = found.draw.writes
-    assert mask is not None
+    mask = result_of(found.draw)
     _, p = found.draw.args
     editor.make_instead(found.draw, torch.ops.encore.dropout_mask.default, torch.bool)
     draw, shape = editor.graph.ops[found.draw.id], editor.graph.values[mask].shape
@@ -78,8 +78,7 @@ def _replace(editor: Editor, found: DotAttention) -> None:
     op = editor.op_after(found.mix, f"{found.softmax.name}_mix", torch.ops.encore.dot_attention.default, operands)
     op.module, op.source = found.softmax.module, found.softmax.source
     result = (*found.shape[:3], found.sizes[1])
-    (mixed,) = found.mix.writes
-    assert mixed is not None
+    mixed = result_of(found.mix)
     editor.become(op, mixed, editor.result(op, result, dtype, "cpu"))
     if found.grad is None:
         return

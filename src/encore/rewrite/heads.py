@@ -22,7 +22,7 @@ from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import OUT_VARIANT, is_pointwise
 from encore.graph.values import Ref, is_contiguous, refs
 from encore.rewrite.matmuls import Product, product, products
-from encore.rewrite.queries import device_of, exported
+from encore.rewrite.queries import device_of, exported, result_of
 
 aten = torch.ops.aten
 LOSS, LOSS_BACKWARD = aten.nll_loss_forward.default, aten.nll_loss_backward.default
@@ -46,9 +46,7 @@ class Exit:
 
     @property
     def result(self) -> int:
-        (result,) = self.op.writes
-        assert result is not None
-        return result
+        return result_of(self.op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +166,7 @@ class _Growth:
         elif op.target is LOSS and op.forward and self.loss is None and self._reads_rows_at(op, 0):
             self.loss = op
         elif op.target is aten.t.default and not op.forward and op.reads[0] in self.makers:
-            (result,) = op.writes
-            assert result is not None
+            result = result_of(op)
             self.transposed[result] = op.reads[0]
             self._await_readers(result)
         elif (leave := self._exit(op)) is not None:
@@ -179,8 +176,7 @@ class _Growth:
         return True
 
     def _own(self, op: Op) -> None:
-        (result,) = op.writes
-        assert result is not None
+        result = result_of(op)
         self.makers[result] = op
         self._await_readers(result)
 

@@ -90,39 +90,26 @@ class Judge:
         self.cache = machine_cache()
 
     def transposed_pays(self, graph: Graph, readers: Sequence[Product]) -> bool:
-        """Lay a weight out transposed once, for all its readers?"""
-        left, right = _like(graph, readers[0].left), _like(graph, readers[0].right)
-        uses = min(len(readers), SAMPLE)
-
-        def before() -> None:
-            for _ in range(uses):
-                torch.mm(left(), right())
-
-        def after() -> None:
-            laid_out = right().contiguous()
-            for _ in range(uses):
-                torch.mm(left(), laid_out)
-
-        return self._pays(f"transpose {uses}", graph, readers[0], before, after)
+        """Return whether to lay a weight out transposed once, for all its readers."""
+        left, right, uses = *_operands(graph, readers[0]), min(len(readers), SAMPLE)
+        return self._pays(
+            f"transpose {uses}", graph, readers[0],
+            lambda: _multiply(left(), [right()] * uses),
+            lambda: _multiply(left(), [right().contiguous()] * uses),
+        )  # fmt: skip
 
     def stacking_pays(self, graph: Graph, part: Sequence[Product]) -> bool:
-        """Multiply several left sides at once?"""
-        uses = min(len(part), SAMPLE)
-        left, right = _like(graph, part[0].left), _like(graph, part[0].right)
-
-        def before() -> None:
-            for _ in range(uses):
-                torch.mm(left(), right())
-
-        def after() -> None:
-            torch.mm(torch.cat([left()] * uses), right())
-
-        return self._pays(f"stack {uses}", graph, part[0], before, after)
+        """Return whether to multiply several left sides at once."""
+        left, right, uses = *_operands(graph, part[0]), min(len(part), SAMPLE)
+        return self._pays(
+            f"stack {uses}", graph, part[0],
+            lambda: _multiply(left(), [right()] * uses),
+            lambda: _multiply(torch.cat([left()] * uses), [right()]),
+        )  # fmt: skip
 
     def stacking_gradients_pays(self, graph: Graph, part: Sequence[Product]) -> bool:
-        """Sum up over one long inner dimension instead of over several products?"""
-        uses = min(len(part), SAMPLE)
-        left, right = _like(graph, part[0].left), _like(graph, part[0].right)
+        """Return whether to sum up over one long inner dimension instead of over several products."""
+        left, right, uses = *_operands(graph, part[0]), min(len(part), SAMPLE)
 
         def before() -> None:
             total = torch.mm(left(), right())
@@ -135,23 +122,15 @@ class Judge:
         return self._pays(f"stack gradients {uses}", graph, part[0], before, after)
 
     def merging_pays(self, graph: Graph, siblings: Sequence[Product], times: int) -> bool:
-        """Multiply by several weights at once, laid side by side once for `times` uses?"""
-        uses = min(times, SAMPLE)
-        left = _like(graph, siblings[0].left)
+        """Return whether to multiply by several weights at once, laid side by side once for `times` uses."""
+        left, uses = _like(graph, siblings[0].left), min(times, SAMPLE)
         rights = [_like(graph, sibling.right) for sibling in siblings]
-
-        def before() -> None:
-            for _ in range(uses):
-                for right in rights:
-                    torch.mm(left(), right())
-
-        def after() -> None:
-            side_by_side = torch.cat([right() for right in rights], 1)
-            for _ in range(uses):
-                torch.mm(left(), side_by_side)
-
         widths = [graph.values[sibling.right].shape[1] for sibling in siblings]
-        return self._pays(f"merge {uses} {widths}", graph, siblings[0], before, after)
+        return self._pays(
+            f"merge {uses} {widths}", graph, siblings[0],
+            lambda: _multiply(left(), [right() for right in rights] * uses),
+            lambda: _multiply(left(), [torch.cat([right() for right in rights], 1)] * uses),
+        )  # fmt: skip
 
     def scoring_pays(self, found: AdditiveScores, dtype: torch.dtype) -> bool:
         """Hold queries against keys in one operator? The other side is what fused kernels would have to do at least:
@@ -225,20 +204,10 @@ class LeanJudge(Judge):
     def __init__(self) -> None:
         super().__init__(run=False)
 
-    def transposed_pays(self, graph: Graph, readers: Sequence[Product]) -> bool:
-        """It holds a second copy of a weight."""
-        return False
-
-    def stacking_pays(self, graph: Graph, part: Sequence[Product]) -> bool:
-        """It holds several left sides, and their results, at once."""
-        return False
-
-    def stacking_gradients_pays(self, graph: Graph, part: Sequence[Product]) -> bool:
-        """It holds the operands of several products until the last one."""
-        return False
-
-    def merging_pays(self, graph: Graph, siblings: Sequence[Product], times: int) -> bool:
-        """It holds second copies of weights."""
+    def _pays(
+        self, what: str, graph: Graph, example: Product, before: Callable[[], None], after: Callable[[], None]
+    ) -> bool:
+        """Copies of weights, and operands of several products at once, take memory."""
         return False
 
     def channels_last_pays(self, convolutions: Sequence[ConvolutionShape]) -> bool:
@@ -252,6 +221,15 @@ class LeanJudge(Judge):
     def blocks_pay(self, found: DotAttention, dtype: torch.dtype) -> bool:
         """Only the scores of some heads are there at once."""
         return True
+
+
+def _operands(graph: Graph, example: Product) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+    return _like(graph, example.left), _like(graph, example.right)
+
+
+def _multiply(left: torch.Tensor, rights: Sequence[torch.Tensor]) -> None:
+    for right in rights:
+        torch.mm(left, right)
 
 
 def _like(graph: Graph, number: int) -> Callable[[], torch.Tensor]:

@@ -20,7 +20,7 @@ from encore.graph.needs import BackwardNeeds
 from encore.graph.values import Ref
 from encore.rewrite.edit import Editor
 from encore.rewrite.op_builder import OpBuilder
-from encore.rewrite.queries import exported
+from encore.rewrite.queries import exported, result_of
 
 aten = torch.ops.aten
 CHANNELS = 1
@@ -58,8 +58,7 @@ def _match(graph: Graph, unpool: Op) -> _Match | None:
     if pool is None or pool.target is not aten.max_pool2d_with_indices.default:
         return None
     source, (pooled, _) = pool.args[0].value, pool.writes
-    (spread,) = unpool.writes
-    assert spread is not None
+    spread = result_of(unpool)
     leaving = exported(graph)
     masks = [_mask(graph, reader, spread, source) for reader in _readers(graph, spread)]
     found = [mask for mask in masks if mask is not None]
@@ -154,8 +153,7 @@ def _move(builder: OpBuilder, match: _Match) -> None:
     masked = builder.before(unpool, f"{unpool.name}_masked", aten.threshold_backward.default, args)
     editor.read_instead(unpool, gradient, masked)
     for mask in match.masks:
-        (result,) = mask.writes
-        assert result is not None
+        result = result_of(mask)
         gradient = mask.args[0].value
         if gradient == unpool.writes[0] and editor.graph.values[gradient].stride == editor.graph.values[result].stride:
             for reader in _readers(editor.original, result):

@@ -9,6 +9,7 @@ import torch
 
 from encore.graph import Graph, Op
 from encore.graph.values import Ref
+from encore.rewrite.queries import result_of
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -30,8 +31,7 @@ def product(op: Op) -> Product | None:
     if op.target not in PRODUCTS or op.kwargs or not all(isinstance(argument, Ref) for argument in op.args):
         return None
     *bias, left, right = (argument.value for argument in op.args)
-    (result,) = op.writes
-    assert result is not None
+    result = result_of(op)
     return Product(op, bias[0] if bias else None, left, right, result)
 
 

@@ -17,7 +17,7 @@ from encore.graph.needs import BackwardNeeds, Need, Reading
 from encore.graph.sized_ops import SIZE
 from encore.graph.values import Ref, map_refs
 from encore.rewrite.edit import Editor
-from encore.rewrite.queries import device_of
+from encore.rewrite.queries import device_of, result_of
 
 aten, own = torch.ops.aten, torch.ops.encore
 NARROW = (torch.int8, torch.int16, torch.int32)
@@ -122,8 +122,7 @@ def _seen(editor: Editor, reading: Reading, number: int, wide: int) -> int:
     """The wide positions through the views that the reader takes of them."""
     seen = wide
     for view in _views(editor.original, reading.value, number) or ():
-        (made,) = view.writes
-        assert made is not None
+        made = result_of(view)
         value, base = editor.original.values[made], editor.graph.values[seen]
         operand = dict.fromkeys(view.reads, Ref(seen))
         args, kwargs = map_refs((view.args, view.kwargs), operand.__getitem__)

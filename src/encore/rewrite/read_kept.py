@@ -19,7 +19,7 @@ from encore.graph.needs import BackwardNeeds, Need, Reading
 from encore.graph.values import Ref, Value
 from encore.rewrite.edit import Editor
 from encore.rewrite.op_builder import OpBuilder
-from encore.rewrite.queries import represents
+from encore.rewrite.queries import represents, result_of
 
 aten = torch.ops.aten
 ANY_LAYOUT = frozenset({aten.threshold_backward.default, aten.leaky_relu_backward.default, aten.mul.Tensor})
@@ -154,8 +154,7 @@ def _serves(builder: OpBuilder, reading: Reading, twin: _Twin, exact: bool) -> b
         return True
     if op.target not in (ANY_LAYOUT if exact else ANY_LAYOUT | ANY_LAYOUT_BUT_FOR_ROUNDING) or op.kwargs:
         return False
-    (made,) = op.writes
-    assert made is not None
+    made = result_of(op)
     return builder.strides(op.target, op.args, {reading.value: now}) == graph.values[made].stride
 
 
