@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from encore.graph import Graph
+from encore.graph import Graph, verify_graph
 from encore.graph.values import Ref
 from encore.rewrite.matching import (
     AnyTensor,
@@ -173,3 +173,17 @@ def test_no_match_leaves_the_graph_as_it_is() -> None:
     graph = graph_of(lambda x: x.sin())
     rule = Rule(OpPattern(aten.tan.default, AnyTensor("x")), NewOp(SIN, AnyTensor("x")))
     assert apply_rules(graph, (rule,)) is graph
+
+
+def test_the_example_of_the_documentation() -> None:
+    graph = graph_of(lambda x: (-x).abs().sum() + (-x).exp().sum())
+    negated = OpPattern(aten.neg.default, AnyTensor("x"))
+    rule = Rule(
+        OpPattern(aten.abs.default, negated),
+        NewOp(aten.abs.default, AnyTensor("x")),
+        lambda match: match.value("x").dtype is torch.float32,
+    )
+    after = apply_rules(graph, (rule,))
+    verify_graph(after)
+    (absolute,) = operators(after, aten.abs)
+    assert absolute.reads == (after.primals[0],)

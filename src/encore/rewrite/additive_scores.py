@@ -140,7 +140,7 @@ class _Search:
         self.hidden = self.middle[-1] if self.middle else 0
         self.rows = math.prod(self.middle[:-1])
         self.large = {place for place, size in enumerate(self.middle[:-1]) if size > 1}
-        """Dimensions of the middle that count, the last one aside."""
+        """Dimensions of the middle that count, but for the last one."""
 
     def has_vectors(self) -> bool:
         """Return whether the bias is one, if there is one: else it is a query or keys, and another match has it so."""
@@ -204,7 +204,7 @@ class _Search:
         return view_strides(self.values[number], shape) is not None
 
     def _varies(self, number: int) -> list[bool]:
-        """Along which dimensions of the middle, the last one aside, an operand changes."""
+        """Along which dimensions of the middle, but for the last one, an operand changes."""
         value = self.values[number]
         missing = len(self.middle) - len(value.shape)
         expect(bool(value.shape) and value.shape[-1] == self.hidden and value.stride[-1] != 0)

@@ -64,7 +64,7 @@ def _kept(editor: Editor, found: DotAttention, dtype: torch.dtype) -> tuple[Ref 
 
 
 def _replace(editor: Editor, found: DotAttention) -> None:
-    """One attention on its way into operators. What made scores goes by itself: nobody reads them any more."""
+    """One attention on its way into operators. What made scores is removed with its last reader."""
     dtype = _dtype(editor.original, found)
     matrices = zip((found.query, found.keys, found.values), found.shapes.values(), strict=True)
     operands: tuple[Any, ...] = (

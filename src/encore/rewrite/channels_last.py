@@ -73,7 +73,7 @@ class _Spreading:
         return self.editor.finish()
 
     def _follow(self, op: Op) -> None:
-        """A gradient that was told its strides is laid out as what it is made of: positions, or else a gradient."""
+        """A gradient whose strides are arguments is laid out as its positions are, or else its gradient."""
         *_, source = op.reads
         shape = tuple(op.args[SIZE])
         if len(shape) == 4 and self._changed(source):

@@ -6,7 +6,7 @@ the negative log likelihood in forward; in backward a product that keeps rows ap
 one that sums over them (the gradient of the weight), or a sum (of the bias). Such a head can be taken some rows at
 a time whatever it computes, since no row ever sees another. Any other reader, and it is no head: it needs the scores of
 all rows at once. Scores that the step returns are computed at once, and what follows reads slices of them: the caller
-holds them anyway (the logits of Hugging Face's models).
+keeps them anyway (the logits of Hugging Face's models).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does a rewrite pay? Both ways are timed in turns on made-up tensors, once a machine and shape, and remembered.
+"""Whether a rewrite pays: both ways are timed, interleaved, on made-up tensors, once a machine and shape.
 
 Where nothing may run (an estimate), what was measured before counts; else a rule read off such measurements: products
 with few rows gain from every rewrite, those with many from none.
@@ -45,8 +45,8 @@ Sides = tuple[Callable[[], None], Callable[[], None]]
 
 
 def judgements() -> dict[str, float]:
-    """Every judgement made on this machine so far. Sums come out in an order that depends on them, so whoever wants the
-    same bits in another process takes them along."""
+    """Every judgement made on this machine so far. Sums come out in an order that depends on them, so another
+    process that is to get the same bits needs them."""
     return machine_cache().matching((REWRITE, CHANNELS_LAST))
 
 
@@ -86,7 +86,7 @@ class Judge:
     def __init__(self, *, run: bool, exact: bool = False) -> None:
         self.run = run and not profiler_is_running()
         self.exact = exact
-        """Are the very bits of eager asked for?"""
+        """Is bit equality with eager asked for?"""
         self.cache = machine_cache()
 
     def transposed_pays(self, graph: Graph, readers: Sequence[Product]) -> bool:
@@ -133,9 +133,10 @@ class Judge:
         )  # fmt: skip
 
     def scoring_pays(self, found: AdditiveScores, dtype: torch.dtype) -> bool:
-        """Hold queries against keys in one operator? The other side is what fused kernels would have to do at least:
-        write the middle twice, and go over it for each product and sum; on memory that is there already. One query at a
-        time, as decoders go, the middle is small and melts into kernels that do more: they are faster."""
+        """Return whether to compare queries with keys in one operator. The other side is what fused kernels would have
+        to do at least: write the middle twice, and go over it for each product and sum; on memory that is there
+        already. One query at a time, as decoders go, the middle is small and is fused into kernels that do more: they
+        are faster."""
         if found.shape[1] == 1:
             return False
         key = (
@@ -147,8 +148,9 @@ class Judge:
         return math.prod(found.shape) * found.hidden >= LARGE_MIDDLE if ratio is None else ratio < WORTH_IT
 
     def blocks_pay(self, found: DotAttention, dtype: torch.dtype) -> bool:
-        """Attend some heads at a time? The other side is what fused kernels would have to do at least: one pass over
-        all scores between products, forward and backward; on memory that is there already, nothing made again."""
+        """Return whether to attend some heads at a time. The other side is what fused kernels would have to do at
+        least: one pass over all scores between products, forward and backward; on memory that is there already, nothing
+        recomputed."""
         key = (
             f"{REWRITE}attention {dtype} {found.shape} {found.sizes} masks={len(found.added)},{len(found.hidden)} "
             f"{'dropped ' if found.draw is not None else ''}"
@@ -159,7 +161,7 @@ class Judge:
         return found.shape[3] >= LONG if ratio is None else ratio <= AS_FAST
 
     def channels_last_pays(self, convolutions: Sequence[ConvolutionShape]) -> bool:
-        """Are the convolutions, forward and backward, faster on feature maps with channels last? The heaviest few
+        """Return whether convolutions, forward and backward, are faster with channels last. The heaviest few
         speak for all."""
         heaviest = sorted(set(convolutions), key=lambda shape: -shape.work * convolutions.count(shape))[:SPEAKERS]
         total = sum(shape.work * convolutions.count(shape) for shape in heaviest)
@@ -204,10 +206,20 @@ class LeanJudge(Judge):
     def __init__(self) -> None:
         super().__init__(run=False)
 
-    def _pays(
-        self, what: str, graph: Graph, example: Product, before: Callable[[], None], after: Callable[[], None]
-    ) -> bool:
-        """Copies of weights, and operands of several products at once, take memory."""
+    def transposed_pays(self, graph: Graph, readers: Sequence[Product]) -> bool:
+        """It keeps a second copy of a weight."""
+        return False
+
+    def stacking_pays(self, graph: Graph, part: Sequence[Product]) -> bool:
+        """It keeps several left sides, and their results, at once."""
+        return False
+
+    def stacking_gradients_pays(self, graph: Graph, part: Sequence[Product]) -> bool:
+        """It keeps the operands of several products until the last one."""
+        return False
+
+    def merging_pays(self, graph: Graph, siblings: Sequence[Product], times: int) -> bool:
+        """It keeps second copies of weights."""
         return False
 
     def channels_last_pays(self, convolutions: Sequence[ConvolutionShape]) -> bool:
@@ -336,7 +348,7 @@ def _attention(found: DotAttention, dtype: torch.dtype) -> Sides:
 
 
 def _ratio(before: Callable[[], None], after: Callable[[], None]) -> float:
-    """Time of the second over that of the first: best of several rounds, in turns."""
+    """Time of the second over that of the first: best of several rounds, interleaved."""
     best = [float("inf"), float("inf")]
     with torch.no_grad():
         for _ in range(ROUNDS):

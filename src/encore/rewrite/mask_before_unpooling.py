@@ -3,9 +3,9 @@
 Forward is `p = max_pool(y)`, backward masks by `y` what unpooling has spread out. Each element of `p` is one of `y`,
 and unpooling puts its gradient there and zeros elsewhere. So masking the gradient of `p` by `p`, before it is spread
 out, gives the same bits, windows that overlap included, NaNs too (both let them pass); and `p` is what the next layer
-keeps anyway, while `y`, the larger map, is not kept any more. Gist holds a bit an element of `y` instead.
+keeps anyway, while `y`, the larger one, is not kept any more. Gist keeps a bit an element of `y` instead.
 
-The pooled map may also be several maps side by side (`cat`), if each of them is masked.
+What is pooled may also be several activations concatenated (`cat`), if each of them is masked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Match:
 
 
 def mask_before_unpooling(graph: Graph) -> Graph:
-    """The graph with such masks moved, where no larger map has to be kept for it."""
+    """The graph with such masks moved, where nothing larger has to be kept for it."""
     editor = Editor(graph)
     builder = OpBuilder(editor)
     needs = BackwardNeeds(graph)
@@ -124,7 +124,7 @@ def _cover(graph: Graph, source: int, masks: Sequence[Op]) -> bool:
 
 
 def _pays(graph: Graph, needs: BackwardNeeds, match: _Match) -> bool:
-    """Is the small map kept anyway, or else smaller than what is no longer needed?"""
+    """Return whether the pooled activation is kept anyway, or smaller than what is no longer needed."""
     pooled = graph.values[match.pooled].storage
     masked = {graph.values[mask.args[1].value].storage for mask in match.masks}
     assert pooled is not None

@@ -1,6 +1,6 @@
-"""Backward reads what is kept anyway instead of a second map that says the same; lossless.
+"""Backward reads an activation that is kept anyway instead of a second one with the same facts; lossless.
 
-Two maps say the same where one is a part of the other (maps that are laid side by side by `cat` and not needed
+Two activations have the same facts where one is a part of the other (those that `cat` concatenates and are not needed
 otherwise), or where one lies on the same side of a constant as the other (what went into a ReLU6 and what came out),
 and no more than the side is asked. The formula reads its part where it lies; what would need a copy of it is left
 alone.
@@ -32,7 +32,7 @@ ANY_LAYOUT_BUT_FOR_ROUNDING = frozenset({
 
 
 def _same_settings(map_: Value, forward: Op, backward: Op) -> bool:
-    """Between the same two constants, which what lies beyond becomes: as they are, not rounded to the map's type."""
+    """Between the same two constants, which what lies beyond becomes: not rounded to the activation's type."""
     limits = (*forward.args[1:], *(-1.0, 1.0)[len(forward.args) - 1 :])
     return tuple(backward.args[2:4]) == limits and all(represents(map_, limit) for limit in limits)
 
@@ -73,7 +73,7 @@ class _Twin:
 
 
 def read_kept(graph: Graph, *, exact: bool) -> Graph:
-    """The graph in which maps that are said again elsewhere are not kept."""
+    """The graph in which activations whose facts are kept elsewhere are not kept."""
     editor = Editor(graph)
     builder = OpBuilder(editor)
     needs = BackwardNeeds(graph)
