@@ -22,7 +22,7 @@ from encore.rewrite.matching import (
     Scope,
     Views,
     matches,
-)  # fmt: skip
+)
 from encore.rewrite.rules import NewOp, Rule, apply_rules
 from support.captured_graphs import captured_graph, operators
 

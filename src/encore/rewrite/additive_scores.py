@@ -26,16 +26,14 @@ from encore.rewrite.matching import (
     AnyTensor,
     Argument,
     Match,
-    NoMatchError,
     OneOf,
     OpPattern,
     Scope,
     Views,
-    expect,
     matches,
-    views_and_readers,
-)  # fmt: skip
+)
 from encore.rewrite.queries import device_of, readers_of, replaced_storages, result_of
+from encore.rewrite.walking import NoMatchError, expect, views_and_readers
 from encore.rnn.layer import TYPES
 
 aten = torch.ops.aten

@@ -25,17 +25,15 @@ from encore.rewrite.matching import (
     Argument,
     Captures,
     Match,
-    NoMatchError,
     OneOf,
     OpPattern,
     SameElements,
     Scope,
     Views,
-    expect,
     matches,
-    views_and_readers,
-)  # fmt: skip
+)
 from encore.rewrite.queries import device_of, readers_of, replaced_storages, result_of, same_elements
+from encore.rewrite.walking import NoMatchError, expect, views_and_readers
 from encore.rnn.dot import TYPES
 
 aten = torch.ops.aten

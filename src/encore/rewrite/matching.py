@@ -14,14 +14,14 @@ finds every sum of a product that is read nowhere else and another tensor. `rule
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from encore.graph import Graph, Op, OpClass
 from encore.graph.needs import BackwardNeeds
 from encore.graph.values import Ref, Value
-from encore.rewrite.queries import exported, readers_of, same_elements
+from encore.rewrite.queries import exported, same_elements
 
 Captures = Mapping[str, Any]
 """What the names of a pattern stand for: values by number, operators, plain arguments."""
@@ -114,14 +114,14 @@ class Argument(Pattern):
 
 
 class OpPattern(Pattern):
-    """A call of one of some operators. Its arguments are patterns, or plain values to be equal to; `...` at the end
-    stands for any others."""
+    """The first result of one of some operators. Its arguments are patterns, or plain values to be equal to; `...` at
+    the end stands for any others."""
 
-    __slots__ = ("any_kwargs", "arguments", "commutes", "forward", "name", "only_use", "result", "targets")
+    __slots__ = ("any_kwargs", "arguments", "commutes", "forward", "name", "only_use", "targets")
 
     def __init__(
         self, target: Any, *arguments: Any, name: str = "", only_use: bool = False, commutes: bool = False,
-        forward: bool | None = None, result: int = 0, any_kwargs: bool = False,
+        forward: bool | None = None, any_kwargs: bool = False,
     ) -> None:  # fmt: skip
         self.targets: tuple[Any, ...] = target if isinstance(target, tuple) else (target,)
         self.arguments = arguments
@@ -132,14 +132,12 @@ class OpPattern(Pattern):
         """May the first two arguments stand in either order?"""
         self.forward = forward
         """The phase in which it must run, where that matters."""
-        self.result = result
-        """Which of its results is meant."""
         self.any_kwargs = any_kwargs
         """May it have keyword arguments, whatever they are?"""
 
     def fits(self, scope: Scope, argument: Any, captures: Captures) -> Iterator[Captures]:
         op = scope.graph.producer(argument.value) if isinstance(argument, Ref) else None
-        if op is None or op.writes[self.result] != argument.value:
+        if op is None or op.writes[0] != argument.value:
             return
         if not self.only_use or scope.is_read_once(argument.value):
             yield from self.fits_op(scope, op, captures)
@@ -212,29 +210,3 @@ def _all_fit(scope: Scope, patterns: Sequence[Any], arguments: Sequence[Any], ca
 def matches(scope: Scope, pattern: OpPattern, op: Op, captures: Captures = NOTHING) -> Iterator[Match]:
     """Every way in which the pattern fits an operator, given what is captured already."""
     return (Match(scope, op, found) for found in pattern.fits_op(scope, op, captures))
-
-
-# -- walks -------------------------------------------------------------------------------------------------------------
-
-
-class NoMatchError(Exception):
-    """The graph is not what a walk along it expects."""
-
-
-def expect(condition: bool) -> None:
-    if not condition:
-        raise NoMatchError
-
-
-def views_and_readers(graph: Graph, number: int, leaving: Collection[int]) -> tuple[list[int], list[Op]]:
-    """A value with all its views, none of which may leave the graph, and the other operators that read any of them."""
-    views, readers = [number], []
-    for value in views:
-        expect(value not in leaving)
-        for reader in readers_of(graph, value):
-            if reader.kind is OpClass.VIEW:
-                expect(not reader.returns_tuple)
-                views += [result for result in reader.writes if result is not None]
-            elif reader not in readers:
-                readers.append(reader)
-    return views, readers
