@@ -17,7 +17,7 @@ import encore
 from encore.graph import OpClass, verify_graph
 from encore.measurements import MachineCache
 from encore.rewrite import Judge
-from encore.rewrite.attentions import find_attentions
+from encore.rewrite.dot_attention import find_dot_attentions
 from encore.rnn import dot
 from encore.schedule import replay
 from support.captured_graphs import captured, captured_graph, drop_gradients, operators, train_step
@@ -294,7 +294,7 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "name", mostly_slow(NEAR_MISSES, "dropped and whole", "weights are wanted", "a bias is learnt")
 )
 def test_near_misses_are_left_alone(name: str) -> None:
-    assert not list(find_attentions(captured_graph(Attention(NEAR_MISSES[name]), *batch())))
+    assert not list(find_dot_attentions(captured_graph(Attention(NEAR_MISSES[name]), *batch())))
 
 
 def test_judged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def test_the_eager_lowering_keeps_the_bits() -> None:
 
 def test_the_judge_times_both_ways(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
-    (found,) = find_attentions(captured_graph(Attention(SPELLINGS["two masks"]), *batch()))
+    (found,) = find_dot_attentions(captured_graph(Attention(SPELLINGS["two masks"]), *batch()))
     assert (found.shape, found.sizes, found.scale) == ((B, H, TQ, TK), (D, D), 1.0)
     assert (len(found.added), found.fills) == (1, [-1e4, -1e9])
     judge = Judge(run=True)

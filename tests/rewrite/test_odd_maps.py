@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import encore
 from encore.cost.density import planned_density
 from encore.graph import Op
-from encore.rewrite.scorings import find_scorings
+from encore.rewrite.additive_scores import find_additive_scores
 from encore.schedule import Run
 from support.captured_graphs import captured
 from support.rounding import assert_gradients_as_accurate
@@ -173,7 +173,7 @@ class Remembering(nn.Module):
 def test_scores_against_what_the_step_replaces_are_left_alone(replaces: bool) -> None:
     torch.manual_seed(0)
     graph = captured(Remembering(replaces=replaces), torch.randn(8, 12, 64), lowering="eager")
-    assert len(list(find_scorings(graph.plan.schedule.graph))) == (not replaces)
+    assert len(list(find_additive_scores(graph.plan.schedule.graph))) == (not replaces)
     check(Remembering(replaces=replaces), torch.randn(8, 12, 64), lowering="fused")
 
 

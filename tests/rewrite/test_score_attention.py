@@ -14,7 +14,7 @@ import encore
 from benchmarks.workloads import nmt
 from encore.compiler import CapturedGraph
 from encore.rewrite import Judge
-from encore.rewrite.scorings import find_scorings
+from encore.rewrite.additive_scores import find_additive_scores
 from encore.schedule import Run
 from support.captured_graphs import captured, captured_graph, operators
 from support.single_pass import all_but, checked
@@ -81,7 +81,7 @@ def is_replaced(graph: CapturedGraph) -> bool:
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_is_found(spelling: str) -> None:
     graph = captured_graph(Attention(SPELLINGS[spelling]), *batch())
-    (found,) = find_scorings(graph)
+    (found,) = find_additive_scores(graph)
     assert found.shape == (4, 12, 17)
     assert {"query", "keys", "weight"} <= set(found.gradients)
 
@@ -131,7 +131,7 @@ def test_steps_of_a_decoder_add_up_in_place() -> None:
 def test_the_translator_of_the_workloads() -> None:
     work = nmt.workload(batch_size=3, hidden=8, steps=7)
     graph = captured_graph(work.model, *work.batch(0))
-    assert [found.shape for found in find_scorings(graph)] == [(3, 1, 7)] * 7
+    assert [found.shape for found in find_additive_scores(graph)] == [(3, 1, 7)] * 7
 
 
 def test_gradients_that_nobody_wants() -> None:
@@ -165,7 +165,7 @@ def test_near_misses_are_left_alone(name: str) -> None:
     y = torch.randn(4, 17, 6)
     model = Attention(NEAR_MISSES[name])
     graph = captured_graph(model, torch.randn(4, 17, 6), y)
-    assert not list(find_scorings(graph))
+    assert not list(find_additive_scores(graph))
 
 
 def test_a_square_middle() -> None:
@@ -190,7 +190,7 @@ def test_the_eager_lowering_keeps_the_bits() -> None:
 
 def test_the_judge_times_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    (found,) = find_scorings(captured_graph(Attention(SPELLINGS["linear"]), *batch()))
+    (found,) = find_additive_scores(captured_graph(Attention(SPELLINGS["linear"]), *batch()))
     judge = Judge(run=True)
     assert judge.scoring_pays(found, torch.float32) in (True, False)
     assert any("scores torch.float32 (4, 12, 17) 16" in key for key in judge.cache.matching(("rewrite scores",)))
@@ -209,6 +209,6 @@ def test_an_estimate_runs_on_tensors_without_memory() -> None:
 
 def test_the_steps_of_a_decoder_are_left_to_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    (found,) = find_scorings(captured_graph(Attention(SPELLINGS["linear"]), *batch()))
+    (found,) = find_additive_scores(captured_graph(Attention(SPELLINGS["linear"]), *batch()))
     found.shape, found.hidden = (64, 1, 64), 4096
     assert not Judge(run=False).scoring_pays(found, torch.float32)

@@ -16,26 +16,27 @@ import torch
 from encore.graph import Graph
 from encore.graph.editor import Editor
 from encore.graph.values import Ref, is_contiguous
-from encore.rewrite.attentions import Attention, find_attentions
+from encore.rewrite.dot_attention import DotAttention, find_dot_attentions
 from encore.rewrite.judge import Judge
+from encore.rewrite.queries import result_of
 
 
 def block_attention(graph: Graph, judge: Judge) -> Graph:
     """The graph with attention in operators of its own where that pays."""
     editor = Editor(graph)
-    for found in find_attentions(graph):
+    for found in find_dot_attentions(graph):
         if judge.blocks_pay(found, _dtype(graph, found)):
             _replace(editor, found)
     return editor.finish()
 
 
-def _dtype(graph: Graph, found: Attention) -> torch.dtype:
+def _dtype(graph: Graph, found: DotAttention) -> torch.dtype:
     dtype = graph.values[found.query].dtype
     assert dtype is not None
     return dtype
 
 
-def _hidden(editor: Editor, found: Attention, mask: int, shown: bool) -> Ref:
+def _hidden(editor: Editor, found: DotAttention, mask: int, shown: bool) -> Ref:
     """A mask of what is hidden, where the graph may have one of what is shown."""
     if not shown:
         return Ref(mask)
@@ -44,13 +45,12 @@ def _hidden(editor: Editor, found: Attention, mask: int, shown: bool) -> Ref:
     return Ref(editor.result(turned, value.shape, torch.bool, "cpu"))
 
 
-def _kept(editor: Editor, found: Attention, dtype: torch.dtype) -> tuple[Ref | None, float]:
+def _kept(editor: Editor, found: DotAttention, dtype: torch.dtype) -> tuple[Ref | None, float]:
     """Which weights dropout keeps, and what it multiplies them by. The same coins are flipped at the same place, with
     the sizes of scores that are nowhere in memory."""
     if found.draw is None:
         return None, 1.0
-    (mask,) = found.draw.writes
-    assert mask is not None
+    mask = result_of(found.draw)
     _, p = found.draw.args
     editor.make_instead(found.draw, torch.ops.encore.dropout_mask.default, torch.bool)
     draw, shape = editor.graph.ops[found.draw.id], editor.graph.values[mask].shape
@@ -63,8 +63,8 @@ def _kept(editor: Editor, found: Attention, dtype: torch.dtype) -> tuple[Ref | N
     return editor.viewed(found.mix, mask, found.shape), torch.ones((), dtype=dtype).div_(1 - p).item()
 
 
-def _replace(editor: Editor, found: Attention) -> None:
-    """One attention on its way into operators. What made scores goes by itself: nobody reads them any more."""
+def _replace(editor: Editor, found: DotAttention) -> None:
+    """One attention on its way into operators. What made scores is removed with its last reader."""
     dtype = _dtype(editor.original, found)
     matrices = zip((found.query, found.keys, found.values), found.shapes.values(), strict=True)
     operands: tuple[Any, ...] = (
@@ -78,8 +78,7 @@ def _replace(editor: Editor, found: Attention) -> None:
     op = editor.op_after(found.mix, f"{found.softmax.name}_mix", torch.ops.encore.dot_attention.default, operands)
     op.module, op.source = found.softmax.module, found.softmax.source
     result = (*found.shape[:3], found.sizes[1])
-    (mixed,) = found.mix.writes
-    assert mixed is not None
+    mixed = result_of(found.mix)
     editor.become(op, mixed, editor.result(op, result, dtype, "cpu"))
     if found.grad is None:
         return

@@ -22,7 +22,7 @@ from encore.graph.ops import SIDE_EFFECTS
 from encore.graph.sized_ops import SIZE, SIZED, STRIDE
 from encore.graph.values import Ref, is_contiguous, map_refs
 from encore.rewrite.judge import ConvolutionShape, Judge
-from encore.rewrite.matmuls import device_of
+from encore.rewrite.queries import device_of
 
 aten = torch.ops.aten
 MAPS = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}
@@ -73,7 +73,7 @@ class _Spreading:
         return self.editor.finish()
 
     def _follow(self, op: Op) -> None:
-        """A gradient that was told its strides is laid out as what it is made of: positions, or else a gradient."""
+        """A gradient whose strides are arguments is laid out as its positions are, or else its gradient."""
         *_, source = op.reads
         shape = tuple(op.args[SIZE])
         if len(shape) == 4 and self._changed(source):

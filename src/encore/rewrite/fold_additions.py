@@ -1,4 +1,4 @@
-"""`x + a @ b` -> `addmm(x, a, b)`, written over `x`: one pass over memory less, and no room for `a @ b` beside `x`.
+"""`x + a @ b` -> `addmm(x, a, b)`, written over `x`: one pass over memory less, and no memory for `a @ b` next to `x`.
 
 The gradient of a weight that T time steps share is a sum of T products: T additions the size of the weight, gone.
 Folded only where `x` is read nowhere else, so that its memory can be taken; otherwise the library would copy it.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from encore.graph import Graph, Op
-from encore.graph.editor import Editor
+from encore.graph import Graph
 from encore.graph.values import Ref, is_contiguous
-from encore.rewrite.matmuls import exported, has_memory_to_itself
+from encore.rewrite.matching import AnyTensor, Match, OpPattern
+from encore.rewrite.op_builder import OpBuilder
+from encore.rewrite.queries import has_memory_to_itself, result_of
+from encore.rewrite.rules import Rule, apply_rules
 
 aten = torch.ops.aten
 WITH_ADDITION = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
@@ -19,40 +21,35 @@ WITH_ADDITION = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.bad
 
 def fold_additions(graph: Graph) -> Graph:
     """The graph with additions folded into products."""
-    editor = Editor(graph)
-    leaving = exported(graph)
-    folded: set[int] = set()
-    for op in graph.ops:
-        if op.target is not aten.add.Tensor or op.kwargs or len(op.reads) != 2:
-            continue
-        found = _product_and_addend(graph, op, leaving, folded)
-        if found is None:
-            continue
-        matmul, addend = found
-        (result,) = op.writes
-        assert result is not None
-        made = graph.producer(addend)
-        later = matmul if made is None or editor.place_of(made) < editor.place_of(matmul) else made
-        fused = editor.op_after(later, op.name, WITH_ADDITION[matmul.target], (Ref(addend), *matmul.args))
-        editor.adopt(fused, result)
-        editor.remove(matmul)
-        folded.add(matmul.id)
-    return editor.finish()
+    return apply_rules(graph, RULES)
 
 
-def _product_and_addend(graph: Graph, op: Op, leaving: set[int], folded: set[int]) -> tuple[Op, int] | None:
-    """The product among the operands of an addition (the later one, if both are), and the other operand."""
-    candidates = []
-    for product, addend in (op.reads, op.reads[::-1]):
-        matmul = graph.producer(product)
-        if matmul is None or matmul.target not in WITH_ADDITION or matmul.id in folded:
-            continue
-        value, other = graph.values[product], graph.values[addend]
-        fits = value.shape == other.shape and value.dtype == other.dtype and is_contiguous(other)
-        theirs = {product, addend} & leaving or value.readers != [op.id] or other.readers != [op.id]
-        same_phase = matmul.forward == op.forward
-        if fits and not theirs and same_phase and has_memory_to_itself(graph, addend):
-            maker = graph.producer(addend)
-            if maker is not None and maker.forward == op.forward:
-                candidates.append((matmul, addend))
-    return max(candidates, key=lambda found: found[0].id, default=None)
+def _can_write_over_addend(match: Match) -> bool:
+    """Of two products, the later one takes the other as its addend."""
+    addend, product = match.value("addend"), match.graph.values[result_of(match["product"])]
+    maker = match.graph.producer(addend.id)
+    if maker is None or not maker.forward == match["product"].forward == match.op.forward:
+        return False
+    if addend is product or (maker.target in WITH_ADDITION and maker.id > match["product"].id):
+        return False
+    alike = (
+        addend is not product
+        and addend.shape == product.shape
+        and addend.dtype == product.dtype
+        and is_contiguous(addend)
+    )
+    return alike and match.scope.is_read_once(addend.id) and has_memory_to_itself(match.graph, addend.id)
+
+
+def _fold(builder: OpBuilder, match: Match) -> None:
+    editor, product = builder.editor, match["product"]
+    maker = match.graph.producer(match["addend"])
+    assert maker is not None
+    later = max(maker, product, key=editor.place_of)
+    fused = editor.op_after(later, match.op.name, WITH_ADDITION[product.target], (Ref(match["addend"]), *product.args))
+    editor.adopt(fused, result_of(match.op))
+    editor.remove(product)
+
+
+PRODUCT = OpPattern(tuple(WITH_ADDITION), ..., name="product", only_use=True)
+RULES = (Rule(OpPattern(aten.add.Tensor, PRODUCT, AnyTensor("addend"), commutes=True), _fold, _can_write_over_addend),)

@@ -6,7 +6,7 @@ the negative log likelihood in forward; in backward a product that keeps rows ap
 one that sums over them (the gradient of the weight), or a sum (of the bias). Such a head can be taken some rows at
 a time whatever it computes, since no row ever sees another. Any other reader, and it is no head: it needs the scores of
 all rows at once. Scores that the step returns are computed at once, and what follows reads slices of them: the caller
-holds them anyway (the logits of Hugging Face's models).
+keeps them anyway (the logits of Hugging Face's models).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import OUT_VARIANT, is_pointwise
 from encore.graph.values import Ref, is_contiguous, refs
-from encore.rewrite.matmuls import Product, device_of, exported, product, products
+from encore.rewrite.matmuls import Product, product, products
+from encore.rewrite.queries import device_of, exported, result_of
 
 aten = torch.ops.aten
 LOSS, LOSS_BACKWARD = aten.nll_loss_forward.default, aten.nll_loss_backward.default
@@ -45,9 +46,7 @@ class Exit:
 
     @property
     def result(self) -> int:
-        (result,) = self.op.writes
-        assert result is not None
-        return result
+        return result_of(self.op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +166,7 @@ class _Growth:
         elif op.target is LOSS and op.forward and self.loss is None and self._reads_rows_at(op, 0):
             self.loss = op
         elif op.target is aten.t.default and not op.forward and op.reads[0] in self.makers:
-            (result,) = op.writes
-            assert result is not None
+            result = result_of(op)
             self.transposed[result] = op.reads[0]
             self._await_readers(result)
         elif (leave := self._exit(op)) is not None:
@@ -178,8 +176,7 @@ class _Growth:
         return True
 
     def _own(self, op: Op) -> None:
-        (result,) = op.writes
-        assert result is not None
+        result = result_of(op)
         self.makers[result] = op
         self._await_readers(result)
 

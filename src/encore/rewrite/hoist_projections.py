@@ -15,7 +15,8 @@ from encore.graph import Graph
 from encore.graph.editor import Editor
 from encore.graph.values import Ref, is_contiguous
 from encore.rewrite.judge import Judge
-from encore.rewrite.matmuls import Product, depends_on, device_of, exported, products
+from encore.rewrite.matmuls import Product, depends_on, products
+from encore.rewrite.queries import device_of, exported
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""Does a rewrite pay? Both ways are timed in turns on made-up tensors, once a machine and shape, and remembered.
+"""Whether a rewrite pays: both ways are timed, interleaved, on made-up tensors, once a machine and shape.
 
 Where nothing may run (an estimate), what was measured before counts; else a rule read off such measurements: products
 with few rows gain from every rewrite, those with many from none.
@@ -18,9 +18,10 @@ from encore.cost.allocator import profiler_is_running
 from encore.cost.room import has_room
 from encore.graph import Graph
 from encore.measurements import machine_cache
-from encore.rewrite.attentions import Attention
-from encore.rewrite.matmuls import Product, device_of
-from encore.rewrite.scorings import Scoring
+from encore.rewrite.additive_scores import AdditiveScores
+from encore.rewrite.dot_attention import DotAttention
+from encore.rewrite.matmuls import Product
+from encore.rewrite.queries import device_of
 
 ROUNDS = 7
 WORTH_IT = 0.95
@@ -44,8 +45,8 @@ Sides = tuple[Callable[[], None], Callable[[], None]]
 
 
 def judgements() -> dict[str, float]:
-    """Every judgement made on this machine so far. Sums come out in an order that depends on them, so whoever wants the
-    same bits in another process takes them along."""
+    """Every judgement made on this machine so far. Sums come out in an order that depends on them, so another
+    process that is to get the same bits needs them."""
     return machine_cache().matching((REWRITE, CHANNELS_LAST))
 
 
@@ -85,43 +86,30 @@ class Judge:
     def __init__(self, *, run: bool, exact: bool = False) -> None:
         self.run = run and not profiler_is_running()
         self.exact = exact
-        """Are the very bits of eager asked for?"""
+        """Is bit equality with eager asked for?"""
         self.cache = machine_cache()
 
     def transposed_pays(self, graph: Graph, readers: Sequence[Product]) -> bool:
-        """Lay a weight out transposed once, for all its readers?"""
-        left, right = _like(graph, readers[0].left), _like(graph, readers[0].right)
-        uses = min(len(readers), SAMPLE)
-
-        def before() -> None:
-            for _ in range(uses):
-                torch.mm(left(), right())
-
-        def after() -> None:
-            laid_out = right().contiguous()
-            for _ in range(uses):
-                torch.mm(left(), laid_out)
-
-        return self._pays(f"transpose {uses}", graph, readers[0], before, after)
+        """Return whether to lay a weight out transposed once, for all its readers."""
+        left, right, uses = *_operands(graph, readers[0]), min(len(readers), SAMPLE)
+        return self._pays(
+            f"transpose {uses}", graph, readers[0],
+            lambda: _multiply(left(), [right()] * uses),
+            lambda: _multiply(left(), [right().contiguous()] * uses),
+        )  # fmt: skip
 
     def stacking_pays(self, graph: Graph, part: Sequence[Product]) -> bool:
-        """Multiply several left sides at once?"""
-        uses = min(len(part), SAMPLE)
-        left, right = _like(graph, part[0].left), _like(graph, part[0].right)
-
-        def before() -> None:
-            for _ in range(uses):
-                torch.mm(left(), right())
-
-        def after() -> None:
-            torch.mm(torch.cat([left()] * uses), right())
-
-        return self._pays(f"stack {uses}", graph, part[0], before, after)
+        """Return whether to multiply several left sides at once."""
+        left, right, uses = *_operands(graph, part[0]), min(len(part), SAMPLE)
+        return self._pays(
+            f"stack {uses}", graph, part[0],
+            lambda: _multiply(left(), [right()] * uses),
+            lambda: _multiply(torch.cat([left()] * uses), [right()]),
+        )  # fmt: skip
 
     def stacking_gradients_pays(self, graph: Graph, part: Sequence[Product]) -> bool:
-        """Sum up over one long inner dimension instead of over several products?"""
-        uses = min(len(part), SAMPLE)
-        left, right = _like(graph, part[0].left), _like(graph, part[0].right)
+        """Return whether to sum up over one long inner dimension instead of over several products."""
+        left, right, uses = *_operands(graph, part[0]), min(len(part), SAMPLE)
 
         def before() -> None:
             total = torch.mm(left(), right())
@@ -134,28 +122,21 @@ class Judge:
         return self._pays(f"stack gradients {uses}", graph, part[0], before, after)
 
     def merging_pays(self, graph: Graph, siblings: Sequence[Product], times: int) -> bool:
-        """Multiply by several weights at once, laid side by side once for `times` uses?"""
-        uses = min(times, SAMPLE)
-        left = _like(graph, siblings[0].left)
+        """Return whether to multiply by several weights at once, laid side by side once for `times` uses."""
+        left, uses = _like(graph, siblings[0].left), min(times, SAMPLE)
         rights = [_like(graph, sibling.right) for sibling in siblings]
-
-        def before() -> None:
-            for _ in range(uses):
-                for right in rights:
-                    torch.mm(left(), right())
-
-        def after() -> None:
-            side_by_side = torch.cat([right() for right in rights], 1)
-            for _ in range(uses):
-                torch.mm(left(), side_by_side)
-
         widths = [graph.values[sibling.right].shape[1] for sibling in siblings]
-        return self._pays(f"merge {uses} {widths}", graph, siblings[0], before, after)
+        return self._pays(
+            f"merge {uses} {widths}", graph, siblings[0],
+            lambda: _multiply(left(), [right() for right in rights] * uses),
+            lambda: _multiply(left(), [torch.cat([right() for right in rights], 1)] * uses),
+        )  # fmt: skip
 
-    def scoring_pays(self, found: Scoring, dtype: torch.dtype) -> bool:
-        """Hold queries against keys in one operator? The other side is what fused kernels would have to do at least:
-        write the middle twice, and go over it for each product and sum; on memory that is there already. One query at a
-        time, as decoders go, the middle is small and melts into kernels that do more: they are faster."""
+    def scoring_pays(self, found: AdditiveScores, dtype: torch.dtype) -> bool:
+        """Return whether to compare queries with keys in one operator. The other side is what fused kernels would have
+        to do at least: write the middle twice, and go over it for each product and sum; on memory that is there
+        already. One query at a time, as decoders go, the middle is small and is fused into kernels that do more: they
+        are faster."""
         if found.shape[1] == 1:
             return False
         key = (
@@ -166,9 +147,10 @@ class Judge:
         ratio = self._known_ratio(key, lambda: _scoring(found, dtype), footprint=3 * middle)
         return math.prod(found.shape) * found.hidden >= LARGE_MIDDLE if ratio is None else ratio < WORTH_IT
 
-    def blocks_pay(self, found: Attention, dtype: torch.dtype) -> bool:
-        """Attend some heads at a time? The other side is what fused kernels would have to do at least: one pass over
-        all scores between products, forward and backward; on memory that is there already, nothing made again."""
+    def blocks_pay(self, found: DotAttention, dtype: torch.dtype) -> bool:
+        """Return whether to attend some heads at a time. The other side is what fused kernels would have to do at
+        least: one pass over all scores between products, forward and backward; on memory that is there already, nothing
+        recomputed."""
         key = (
             f"{REWRITE}attention {dtype} {found.shape} {found.sizes} masks={len(found.added)},{len(found.hidden)} "
             f"{'dropped ' if found.draw is not None else ''}"
@@ -179,7 +161,7 @@ class Judge:
         return found.shape[3] >= LONG if ratio is None else ratio <= AS_FAST
 
     def channels_last_pays(self, convolutions: Sequence[ConvolutionShape]) -> bool:
-        """Are the convolutions, forward and backward, faster on feature maps with channels last? The heaviest few
+        """Return whether convolutions, forward and backward, are faster with channels last. The heaviest few
         speak for all."""
         heaviest = sorted(set(convolutions), key=lambda shape: -shape.work * convolutions.count(shape))[:SPEAKERS]
         total = sum(shape.work * convolutions.count(shape) for shape in heaviest)
@@ -225,32 +207,41 @@ class LeanJudge(Judge):
         super().__init__(run=False)
 
     def transposed_pays(self, graph: Graph, readers: Sequence[Product]) -> bool:
-        """It holds a second copy of a weight."""
+        """It keeps a second copy of a weight."""
         return False
 
     def stacking_pays(self, graph: Graph, part: Sequence[Product]) -> bool:
-        """It holds several left sides, and their results, at once."""
+        """It keeps several left sides, and their results, at once."""
         return False
 
     def stacking_gradients_pays(self, graph: Graph, part: Sequence[Product]) -> bool:
-        """It holds the operands of several products until the last one."""
+        """It keeps the operands of several products until the last one."""
         return False
 
     def merging_pays(self, graph: Graph, siblings: Sequence[Product], times: int) -> bool:
-        """It holds second copies of weights."""
+        """It keeps second copies of weights."""
         return False
 
     def channels_last_pays(self, convolutions: Sequence[ConvolutionShape]) -> bool:
         """It changes the layout of activations, not their number."""
         return False
 
-    def scoring_pays(self, found: Scoring, dtype: torch.dtype) -> bool:
+    def scoring_pays(self, found: AdditiveScores, dtype: torch.dtype) -> bool:
         """Backward needs the inputs alone."""
         return found.shape[1] > 1
 
-    def blocks_pay(self, found: Attention, dtype: torch.dtype) -> bool:
+    def blocks_pay(self, found: DotAttention, dtype: torch.dtype) -> bool:
         """Only the scores of some heads are there at once."""
         return True
+
+
+def _operands(graph: Graph, example: Product) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+    return _like(graph, example.left), _like(graph, example.right)
+
+
+def _multiply(left: torch.Tensor, rights: Sequence[torch.Tensor]) -> None:
+    for right in rights:
+        torch.mm(left, right)
 
 
 def _like(graph: Graph, number: int) -> Callable[[], torch.Tensor]:
@@ -285,7 +276,7 @@ def _convolution(shape: ConvolutionShape, layout: torch.memory_format) -> Callab
     return run
 
 
-def _scoring(found: Scoring, dtype: torch.dtype) -> Sides:
+def _scoring(found: AdditiveScores, dtype: torch.dtype) -> Sides:
     """Scores and, where there is a backward, their gradients: by way of the middle, and without."""
     batch, queries, keys = found.shape
     middle, gradient = (torch.full((*found.shape, found.hidden), 0.01, dtype=dtype) for _ in range(2))
@@ -318,7 +309,7 @@ def _scoring(found: Scoring, dtype: torch.dtype) -> Sides:
     return before, after
 
 
-def _attention(found: Attention, dtype: torch.dtype) -> Sides:
+def _attention(found: DotAttention, dtype: torch.dtype) -> Sides:
     """Attention and, where there is a backward, its gradients: by way of all scores, and some heads at a time."""
     aten = torch.ops.aten
     batch, heads, queries, keys = found.shape
@@ -357,7 +348,7 @@ def _attention(found: Attention, dtype: torch.dtype) -> Sides:
 
 
 def _ratio(before: Callable[[], None], after: Callable[[], None]) -> float:
-    """Time of the second over that of the first: best of several rounds, in turns."""
+    """Time of the second over that of the first: best of several rounds, interleaved."""
     best = [float("inf"), float("inf")]
     with torch.no_grad():
         for _ in range(ROUNDS):

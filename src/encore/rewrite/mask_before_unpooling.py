@@ -3,9 +3,9 @@
 Forward is `p = max_pool(y)`, backward masks by `y` what unpooling has spread out. Each element of `p` is one of `y`,
 and unpooling puts its gradient there and zeros elsewhere. So masking the gradient of `p` by `p`, before it is spread
 out, gives the same bits, windows that overlap included, NaNs too (both let them pass); and `p` is what the next layer
-keeps anyway, while `y`, the larger map, is not kept any more. Gist holds a bit an element of `y` instead.
+keeps anyway, while `y`, the larger one, is not kept any more. Gist keeps a bit an element of `y` instead.
 
-The pooled map may also be several maps side by side (`cat`), if each of them is masked.
+What is pooled may also be several activations concatenated (`cat`), if each of them is masked.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from encore.graph import Graph, Op, OpClass
 from encore.graph.editor import Editor
 from encore.graph.needs import BackwardNeeds
 from encore.graph.values import Ref
-from encore.rewrite.matmuls import exported
-from encore.rewrite.trial import Trial
+from encore.rewrite.op_builder import OpBuilder
+from encore.rewrite.queries import exported, result_of
 
 aten = torch.ops.aten
 CHANNELS = 1
@@ -40,14 +40,14 @@ class _Match:
 
 
 def mask_before_unpooling(graph: Graph) -> Graph:
-    """The graph with such masks moved, where no larger map has to be kept for it."""
+    """The graph with such masks moved, where nothing larger has to be kept for it."""
     editor = Editor(graph)
-    trial = Trial(editor)
+    builder = OpBuilder(editor)
     needs = BackwardNeeds(graph)
     for op in graph.ops:
         match = _match(graph, op) if op.target in POSITIONS else None
-        if match is not None and _pays(graph, needs, match) and _can_be_laid_out(trial, match):
-            _move(trial, match)
+        if match is not None and _pays(graph, needs, match) and _can_be_laid_out(builder, match):
+            _move(builder, match)
     return editor.finish()
 
 
@@ -58,8 +58,7 @@ def _match(graph: Graph, unpool: Op) -> _Match | None:
     if pool is None or pool.target is not aten.max_pool2d_with_indices.default:
         return None
     source, (pooled, _) = pool.args[0].value, pool.writes
-    (spread,) = unpool.writes
-    assert spread is not None
+    spread = result_of(unpool)
     leaving = exported(graph)
     masks = [_mask(graph, reader, spread, source) for reader in _readers(graph, spread)]
     found = [mask for mask in masks if mask is not None]
@@ -125,7 +124,7 @@ def _cover(graph: Graph, source: int, masks: Sequence[Op]) -> bool:
 
 
 def _pays(graph: Graph, needs: BackwardNeeds, match: _Match) -> bool:
-    """Is the small map kept anyway, or else smaller than what is no longer needed?"""
+    """Return whether the pooled activation is kept anyway, or smaller than what is no longer needed."""
     pooled = graph.values[match.pooled].storage
     masked = {graph.values[mask.args[1].value].storage for mask in match.masks}
     assert pooled is not None
@@ -135,33 +134,32 @@ def _pays(graph: Graph, needs: BackwardNeeds, match: _Match) -> bool:
     return needs.is_kept_whole(pooled) or graph.storages[pooled].bytes <= freed
 
 
-def _can_be_laid_out(trial: Trial, match: _Match) -> bool:
+def _can_be_laid_out(builder: OpBuilder, match: _Match) -> bool:
     """Can a copy of what was unpooled lie as each mask's result did?"""
-    return all(_copying(trial, mask) is not None for mask in match.masks)
+    return all(_copying(builder, mask) is not None for mask in match.masks)
 
 
-def _copying(trial: Trial, mask: Op) -> torch.memory_format | None:
-    unpooled, result = (trial.editor.graph.values[value] for value in (mask.args[0].value, mask.writes[0] or 0))
-    with trial.mode:
+def _copying(builder: OpBuilder, mask: Op) -> torch.memory_format | None:
+    unpooled, result = (builder.editor.graph.values[value] for value in (mask.args[0].value, mask.writes[0] or 0))
+    with builder.mode:
         lying = torch.empty_strided(unpooled.shape, unpooled.stride, device="meta")
-    return trial.copying_into(lying, result.stride)
+    return builder.copying_into(lying, result.stride)
 
 
-def _move(trial: Trial, match: _Match) -> None:
-    editor, unpool = trial.editor, match.unpool
+def _move(builder: OpBuilder, match: _Match) -> None:
+    editor, unpool = builder.editor, match.unpool
     gradient = editor.graph.ops[unpool.id].args[0].value  # a mask that was there may have been moved already
     args = (Ref(gradient), Ref(match.pooled), match.threshold)
-    masked = trial.before(unpool, f"{unpool.name}_masked", aten.threshold_backward.default, args)
+    masked = builder.before(unpool, f"{unpool.name}_masked", aten.threshold_backward.default, args)
     editor.read_instead(unpool, gradient, masked)
     for mask in match.masks:
-        (result,) = mask.writes
-        assert result is not None
+        result = result_of(mask)
         gradient = mask.args[0].value
         if gradient == unpool.writes[0] and editor.graph.values[gradient].stride == editor.graph.values[result].stride:
             for reader in _readers(editor.original, result):
                 editor.read_instead(reader, result, gradient)
             editor.remove(mask)
             continue
-        format_ = _copying(trial, mask)
+        format_ = _copying(builder, mask)
         options = {} if format_ is torch.preserve_format else {"memory_format": format_}
         editor.adopt(editor.op_after(mask, f"{mask.name}_copy", aten.clone.default, (Ref(gradient),), options), result)

@@ -1,4 +1,4 @@
-"""What the passes ask about matrix products: which they are, what they read, who reads what they make."""
+"""The matrix products of a graph, and what depends on them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from encore.graph import Graph, Op
 from encore.graph.values import Ref
+from encore.rewrite.queries import result_of
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -30,24 +31,12 @@ def product(op: Op) -> Product | None:
     if op.target not in PRODUCTS or op.kwargs or not all(isinstance(argument, Ref) for argument in op.args):
         return None
     *bias, left, right = (argument.value for argument in op.args)
-    (result,) = op.writes
-    assert result is not None
+    result = result_of(op)
     return Product(op, bias[0] if bias else None, left, right, result)
 
 
 def products(graph: Graph) -> Iterator[Product]:
     return (found for op in graph.ops if (found := product(op)) is not None)
-
-
-def exported(graph: Graph) -> set[int]:
-    """Values that leave the graph."""
-    return {value for value in (*graph.outputs, *graph.gradients) if value is not None}
-
-
-def device_of(graph: Graph, value: int) -> str:
-    storage = graph.values[value].storage
-    assert storage is not None
-    return graph.storages[storage].device
 
 
 def depends_on(graph: Graph, members: Sequence[Product]) -> set[int]:
@@ -59,11 +48,3 @@ def depends_on(graph: Graph, members: Sequence[Product]) -> set[int]:
         if not tainted.isdisjoint(op.reads):
             tainted.update(value for value in op.writes if value is not None)
     return tainted
-
-
-def has_memory_to_itself(graph: Graph, value: int) -> bool:
-    """Does nothing else look at the value's memory, and does it fill it?"""
-    storage = graph.values[value].storage
-    if storage is None or storage in graph.external:
-        return False
-    return graph.storages[storage].values == [value] and graph.values[value].producer is not None

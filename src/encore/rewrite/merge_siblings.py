@@ -16,7 +16,8 @@ from encore.graph.editor import Editor
 from encore.graph.ops import is_fusible
 from encore.graph.values import Ref
 from encore.rewrite.judge import Judge
-from encore.rewrite.matmuls import PRODUCTS, Product, device_of, exported, has_memory_to_itself, products
+from encore.rewrite.matmuls import PRODUCTS, Product, products
+from encore.rewrite.queries import device_of, exported, has_memory_to_itself
 
 aten = torch.ops.aten
 

@@ -1,7 +1,7 @@
 """Positions that backward needs (of maxima, rows, classes) cross to it in one, two or four bytes, not eight; lossless.
 
-Whoever reads them tells their bound: the size of a plane, of a table, of a dimension. Backward widens them again right
-before they are read.
+Their bound follows from the operator that reads them: the size of a plane, of a table, of a dimension. Backward widens
+them again right before they are read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from encore.graph.editor import Editor
 from encore.graph.needs import BackwardNeeds, Need, Reading
 from encore.graph.sized_ops import SIZE
 from encore.graph.values import Ref, map_refs
-from encore.rewrite.matmuls import device_of
+from encore.rewrite.queries import device_of, result_of
 
 aten, own = torch.ops.aten, torch.ops.encore
 NARROW = (torch.int8, torch.int16, torch.int32)
@@ -25,7 +25,7 @@ Bound = Callable[[Graph, Op], int]
 
 
 def _plane(dims: int) -> Bound:
-    """Positions count within what was pooled: so many dimensions of a tensor, or of a size that is told."""
+    """Positions count within what was pooled: so many dimensions of a tensor, or of a size argument."""
 
     def bound(graph: Graph, op: Op) -> int:
         source = op.args[SIZE]
@@ -84,7 +84,7 @@ def narrow_indices(graph: Graph) -> Graph:
 
 
 def _narrowest(graph: Graph, number: int, readings: list[Reading]) -> torch.dtype | None:
-    """The least type that holds what these readers take; None where one of them takes something else."""
+    """The narrowest type for what these readers take; None where one of them takes something else."""
     if any(reading.need is not Need.POSITION or _views(graph, reading.value, number) is None for reading in readings):
         return None
     bounds = [BOUNDS[reading.op.target](graph, reading.op) for reading in readings if reading.op.target in BOUNDS]
@@ -122,8 +122,7 @@ def _seen(editor: Editor, reading: Reading, number: int, wide: int) -> int:
     """The wide positions through the views that the reader takes of them."""
     seen = wide
     for view in _views(editor.original, reading.value, number) or ():
-        (made,) = view.writes
-        assert made is not None
+        made = result_of(view)
         value, base = editor.original.values[made], editor.graph.values[seen]
         operand = dict.fromkeys(view.reads, Ref(seen))
         args, kwargs = map_refs((view.args, view.kwargs), operand.__getitem__)

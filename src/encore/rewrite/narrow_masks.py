@@ -1,53 +1,53 @@
-"""Dropout's noise is a coin and a constant: one byte an element crosses to backward instead of four; lossless.
+"""Dropout's noise is a boolean times a constant: one byte an element crosses to backward instead of four; lossless.
 
-The coins are drawn as booleans (the same ones, and several times faster: `encore::dropout_mask`), and whoever reads the
-noise makes it from them right before: a conversion and a product that melt into the reader's kernel.
+The booleans are drawn as such (the same draw, several times faster: `encore::dropout_mask`), and each phase makes the
+noise from them right before its first reader: a conversion and a product that are fused into the reader's kernel.
 """
 
 from __future__ import annotations
 
 import torch
 
-from encore.graph import Graph, Op, OpClass
-from encore.graph.editor import Editor
+from encore.graph import Graph, OpClass
 from encore.graph.values import Ref
-from encore.rewrite.matmuls import device_of, exported
+from encore.rewrite.matching import AnyTensor, Argument, Match, OpPattern
+from encore.rewrite.op_builder import OpBuilder
+from encore.rewrite.queries import dtype_of, readers_of, result_of
+from encore.rewrite.rules import Rule, apply_rules
 
 aten = torch.ops.aten
 
 
 def narrow_masks(graph: Graph) -> Graph:
     """The graph with dropout's noise drawn as booleans."""
-    editor = Editor(graph)
-    leaving = exported(graph)
-    for op in graph.ops:
-        if op.target is not torch.ops.encore.dropout_noise.default or op.writes[0] in leaving:
-            continue
-        (noise,) = op.writes
-        assert noise is not None
-        readers = [graph.ops[reader] for reader in graph.values[noise].readers]
-        if any(reader.kind is OpClass.VIEW for reader in readers):
-            continue
-        value = graph.values[noise]
-        editor.make_instead(op, torch.ops.encore.dropout_mask.default, torch.bool)
-        for forward in (True, False):
-            same_phase = [reader for reader in readers if reader.forward is forward]
-            if same_phase:
-                wide = _noise(editor, same_phase[0], noise, value.dtype, op.args[1])
-                for reader in same_phase:
-                    editor.read_instead(reader, noise, wide)
-    return editor.finish()
+    return apply_rules(graph, RULES)
 
 
-def _noise(editor: Editor, reader: Op, mask: int, dtype: torch.dtype | None, p: float) -> int:
-    """0 where the mask is false, else what dropout multiplies by, to the last bit."""
-    assert dtype is not None
-    scale = torch.ones((), dtype=dtype).div_(1 - p).item()
-    value, device = editor.graph.values[mask], device_of(editor.graph, mask)
-    convert = editor.op_before(reader, f"{value.name}_wide", aten._to_copy.default, (Ref(mask),), {"dtype": dtype})
-    wide = editor.result(convert, value.shape, dtype, device)
-    multiply = editor.op_before(reader, f"{value.name}_noise", aten.mul.Tensor, (Ref(wide), scale))
-    noise = editor.result(multiply, value.shape, dtype, device)
-    for made in (wide, noise):
-        editor.graph.values[made].stride = value.stride
-    return noise
+def dropout_scale(p: float, dtype: torch.dtype) -> float:
+    """What dropout multiplies by, to the last bit."""
+    return torch.ones((), dtype=dtype).div_(1 - p).item()
+
+
+def _stays_without_views(match: Match) -> bool:
+    noise = result_of(match.op)
+    views = any(reader.kind is OpClass.VIEW for reader in readers_of(match.graph, noise))
+    return noise not in match.scope.leaving and not views
+
+
+def _draw_booleans(builder: OpBuilder, match: Match) -> None:
+    noise, editor = result_of(match.op), builder.editor
+    dtype = dtype_of(match.graph, noise)
+    editor.make_instead(match.op, torch.ops.encore.dropout_mask.default, torch.bool)
+    for forward in (True, False):
+        readers = [reader for reader in readers_of(match.graph, noise) if reader.forward is forward]
+        if readers:
+            name = match.graph.values[noise].name
+            wide = builder.before(readers[0], f"{name}_wide", aten._to_copy.default, (Ref(noise),), dtype=dtype)
+            args = (Ref(wide), dropout_scale(match["p"], dtype))
+            scaled = builder.before(readers[0], f"{name}_noise", aten.mul.Tensor, args)
+            for reader in readers:
+                editor.read_instead(reader, noise, scaled)
+
+
+NOISE = OpPattern(torch.ops.encore.dropout_noise.default, AnyTensor(), Argument("p"))
+RULES = (Rule(NOISE, _draw_booleans, _stays_without_views),)

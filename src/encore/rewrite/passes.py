@@ -30,7 +30,7 @@ from encore.rewrite.stack_weight_gradients import stack_weight_gradients
 from encore.rewrite.transpose_weights import transpose_weights
 
 CHUNKS = (8, 4)
-"""How many time steps at once; fewer where more would lift the peak. Fixed numbers, and whole chunks only, so that
+"""How many time steps at once; fewer where more would raise the peak. Fixed numbers, and whole chunks only, so that
 the kernels around them are the same whatever the number of steps."""
 
 
@@ -50,7 +50,7 @@ def _in_chunks(run: Callable[[Graph, Judge, int], Graph]) -> Callable[[Graph, Ju
 
 
 def _channels_last(graph: Graph, judge: Judge) -> Graph:
-    """Channels last without splitting backward would hold more than the step did before: the two go together."""
+    """Channels last without splitting backward would take more memory than the step did: the two go together."""
     laid_out = channels_last(graph, judge)
     return graph if laid_out is graph else split_convolutions(laid_out)
 
@@ -95,8 +95,8 @@ class Rewritten:
 def rewrite(
     graph: Graph, judge: Judge, *, peak: Callable[[Graph], int], skip: Collection[str] = (), limit: int
 ) -> Rewritten:
-    """Run the passes, or, where the very bits are asked for, those that change none. `peak` simulates a graph; what
-    would lift it above `limit` bytes does not stay; nor does another order that lifts it at all."""
+    """Run the passes, or, where bit equality is asked for, those that change no bit. `peak` simulates a graph; a pass
+    that raises it above `limit` bytes is not applied, nor another order that raises it at all."""
     applied = []
     for name, attempts in PASSES.items():
         if name in skip or (judge.exact and name not in EXACT):
@@ -111,8 +111,7 @@ def rewrite(
 
 
 def _legal(name: str, attempts: Iterator[Graph]) -> Iterator[Graph]:
-    """What a pass made, verified before anything else looks at it. A graph that breaks a rule does not stay: the step
-    runs without the pass."""
+    """What a pass made, verified before anything else reads it. The step runs without a pass whose graph is illegal."""
     try:
         for attempt in attempts:
             verify_graph(attempt)

@@ -1,8 +1,8 @@
-"""Max-pooling keeps for backward where in its window each maximum stood, in four bits: Gist's map; lossless.
+"""Max-pooling saves where in its window each maximum lies in four bits: Gist's pooling map; lossless.
 
-PyTorch keeps eight bytes a result, and the layer's input for its size. `encore::max_pool_map` and its backward make the
-same results of the same ties, NaNs and overlapping windows, two to four times as fast on maps of some size. Small ones
-are left alone: there is nothing to gain.
+PyTorch saves eight bytes a result, and the layer's input for its size. `encore::max_pool_map` and its backward compute
+the same results of the same ties, NaNs and overlapping windows, two to four times as fast on large activations. Small
+ones are left as they are: there is nothing to gain.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 from encore.codecs.native import SUFFIX, is_compiled
 from encore.codecs.pool_map import LAST, MAX_POOL_MAP, MAX_POOL_MAP_BACKWARD, MOST
 from encore.graph import Graph, Op
-from encore.graph.editor import Editor
 from encore.graph.sized_ops import SIZED
 from encore.graph.values import Ref, contiguous_strides
-from encore.rewrite.matmuls import device_of, exported
-from encore.rewrite.trial import Trial
+from encore.rewrite.matching import Match, OpPattern
+from encore.rewrite.op_builder import OpBuilder
+from encore.rewrite.queries import device_of, readers_of, result_of
+from encore.rewrite.rules import Rule, apply_rules
 
 aten = torch.ops.aten
 UNPOOL = {
@@ -27,78 +28,64 @@ UNPOOL = {
     aten.max_pool3d_with_indices.default: aten.max_pool3d_with_indices_backward.default,
 }
 DEFAULTS: tuple[Any, ...] = ([], [0], [1], False)
-"""What a pooling layer takes for stride, padding, dilation and rounding where nothing is said."""
+"""Stride, padding, dilation and rounding of a pooling layer by default."""
 FEW = 1 << 12
 """Bytes of positions that are not worth an operator of our own."""
 
 
 def pool_maps(graph: Graph) -> Graph:
     """The graph with such layers."""
-    editor = Editor(graph)
-    trial = Trial(editor)
-    leaving = exported(graph)
-    for op in graph.ops:
-        if op.target not in UNPOOL or not op.forward or op.kwargs or op.writes[1] in leaving:
-            continue
-        unpools = _unpools(graph, op)
-        if unpools and _fits(graph, op, unpools):
-            _replace(trial, op, unpools)
-    return editor.finish()
+    return apply_rules(graph, RULES)
 
 
-def window(op: Op) -> tuple[Any, ...]:
-    """Kernel, stride, padding, dilation and rounding of a pooling layer."""
-    given = op.args[1:]
-    return (*given, *DEFAULTS[len(given) - 1 :])
-
-
-def _unpools(graph: Graph, pool: Op) -> list[Op]:
-    """The backward operators that read the positions; none where somebody else does."""
-    positions = pool.writes[1]
-    backward = UNPOOL[pool.target]
-    readers = [] if positions is None else [graph.ops[reader] for reader in graph.values[positions].readers]
-    known = all(reader.target in (backward, SIZED[backward]) and not reader.forward for reader in readers)
-    return readers if known else []
-
-
-def _fits(graph: Graph, pool: Op, unpools: list[Op]) -> bool:
-    """Can the map tell the window's positions apart, and is the gradient laid out as the map's reader lays it out?"""
-    source, results = graph.values[pool.args[0].value], graph.values[pool.writes[0] or 0]
-    if source.dtype not in SUFFIX or math.prod(pool.args[1]) > MOST or not is_compiled(device_of(graph, source.id)):
+def _can_be_mapped(match: Match) -> bool:
+    """Return whether only the layer's backward reads the positions, the map can tell those in a window apart, and the
+    gradients are laid out as the map's backward lays them out."""
+    graph, pool = match.graph, match.op
+    pooled, positions = pool.writes
+    if pooled is None or positions is None or positions in match.scope.leaving or graph.values[positions].bytes < FEW:
         return False
-    if len(pool.args[1]) == 1:  # one number for all dimensions, which PyTorch's functions take and ours do not
+    unpools, backward = readers_of(graph, positions), UNPOOL[pool.target]
+    if not unpools or any(op.forward or op.target not in (backward, SIZED[backward]) for op in unpools):
         return False
-    if graph.values[pool.writes[1] or 0].bytes < FEW:
+    source, kernel = graph.values[pool.args[0].value], pool.args[1]
+    if source.dtype not in SUFFIX or math.prod(kernel) > MOST or not is_compiled(device_of(graph, source.id)):
         return False
-    made = [graph.values[unpool.writes[0] or 0] for unpool in unpools]
-    layouts = {contiguous_strides(source.shape), last(source.shape, len(pool.args[1]))}
-    alike = all(value.stride == source.stride for value in made)
-    return pool.writes[0] is not None and source.stride in layouts and alike and results.dtype == source.dtype
+    if len(kernel) == 1:  # one number for all dimensions, which PyTorch's functions take and ours do not
+        return False
+    layouts = {contiguous_strides(source.shape), _channels_last(source.shape, len(kernel))}
+    alike = all(graph.values[result_of(op)].stride == source.stride for op in unpools)
+    return source.stride in layouts and alike and graph.values[pooled].dtype == source.dtype
 
 
-def last(shape: tuple[int, ...], dims: int) -> tuple[int, ...]:
-    """The strides of such a tensor with channels last."""
+def _channels_last(shape: tuple[int, ...], dims: int) -> tuple[int, ...]:
     if len(shape) != dims + 2:
         return contiguous_strides(shape)
     return tuple(torch.empty(shape, device="meta", memory_format=LAST[dims]).stride())
 
 
-def _replace(trial: Trial, pool: Op, unpools: list[Op]) -> None:
-    editor = trial.editor
-    source = editor.graph.values[pool.args[0].value]
-    settings = window(pool)
-    pooled, _ = pool.writes
+def _window(op: Op) -> tuple[Any, ...]:
+    """Kernel, stride, padding, dilation and rounding of a pooling layer."""
+    given = op.args[1:]
+    return (*given, *DEFAULTS[len(given) - 1 :])
+
+
+def _keep_map(builder: OpBuilder, match: Match) -> None:
+    editor, pool = builder.editor, match.op
+    pooled, positions = pool.writes
     assert pooled is not None
-    _, coded = trial.made(MAX_POOL_MAP, (pool.args[0], *settings))
-    channels_last = source.stride != contiguous_strides(source.shape)
-    forward = editor.op_after(pool, pool.name, MAX_POOL_MAP, (pool.args[0], *settings))
+    assert positions is not None
+    source, args = match.graph.values[pool.args[0].value], (pool.args[0], *_window(pool))
+    _, coded = builder.described(MAX_POOL_MAP, args)
+    forward = editor.op_after(pool, pool.name, MAX_POOL_MAP, args)
     forward.returns_tuple = True
     editor.adopt(forward, pooled)
     map_ = editor.result(forward, coded.shape, coded.dtype, str(coded.device))
     editor.graph.values[map_].name = f"{pool.name}_map"
-    for unpool in unpools:
-        (result,) = unpool.writes
-        assert result is not None
-        args = (unpool.args[0], Ref(map_), list(source.shape), channels_last, *settings)
-        backward = editor.op_after(unpool, unpool.name, MAX_POOL_MAP_BACKWARD, args)
-        editor.adopt(backward, result)
+    channels_last = source.stride != contiguous_strides(source.shape)
+    for unpool in readers_of(match.graph, positions):
+        settings = (list(source.shape), channels_last, *_window(pool))
+        builder.replace(unpool, MAX_POOL_MAP_BACKWARD, (unpool.args[0], Ref(map_), *settings))
+
+
+RULES = (Rule(OpPattern(tuple(UNPOOL), ..., forward=True), _keep_map, _can_be_mapped),)

@@ -2,7 +2,7 @@
 
 All gradients are there when backward ends, whatever the order. Until then one that has not been made takes only the
 room of its operands. A classifier's wide layers (a batch of rows into millions of weights) come first in backward: made
-at once, their gradients stand beside the large feature maps of everything below them, which is where AlexNet and
+at once, their gradients are kept next to the large activations of everything below them, which is where AlexNet and
 OverFeat peak. Where a batch has as many rows as a layer has units, there is nothing to gain, and nothing is moved.
 """
 
@@ -46,7 +46,7 @@ def postpone_gradients(graph: Graph) -> Graph:
 def _makers(graph: Graph, gradient: int) -> list[Op]:
     """What makes a gradient and is there for nothing else: its matrix product, or several that are added up, the views
     that these take of their operands, and what becomes of the result. Nothing where there is no product, or where one
-    of them serves somebody else."""
+    of them has other readers."""
     leaving = {value for value in (*graph.outputs, *graph.gradients) if value is not None} - {gradient}
     found: dict[int, Op] = {}
     products = 0

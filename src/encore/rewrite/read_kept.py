@@ -1,6 +1,6 @@
-"""Backward reads what is kept anyway instead of a second map that says the same; lossless.
+"""Backward reads an activation that is kept anyway instead of a second one with the same facts; lossless.
 
-Two maps say the same where one is a part of the other (maps that are laid side by side by `cat` and not needed
+Two activations have the same facts where one is a part of the other (those that `cat` concatenates and are not needed
 otherwise), or where one lies on the same side of a constant as the other (what went into a ReLU6 and what came out),
 and no more than the side is asked. The formula reads its part where it lies; what would need a copy of it is left
 alone.
@@ -18,8 +18,8 @@ from encore.graph import Graph, Op, OpClass
 from encore.graph.editor import Editor
 from encore.graph.needs import BackwardNeeds, Need, Reading
 from encore.graph.values import Ref, Value
-from encore.rewrite.matching import holds
-from encore.rewrite.trial import Trial
+from encore.rewrite.op_builder import OpBuilder
+from encore.rewrite.queries import represents, result_of
 
 aten = torch.ops.aten
 ANY_LAYOUT = frozenset({aten.threshold_backward.default, aten.leaky_relu_backward.default, aten.mul.Tensor})
@@ -32,9 +32,9 @@ ANY_LAYOUT_BUT_FOR_ROUNDING = frozenset({
 
 
 def _same_settings(map_: Value, forward: Op, backward: Op) -> bool:
-    """Between the same two constants, which what lies beyond becomes: as they are, not rounded to the map's type."""
+    """Between the same two constants, which what lies beyond becomes: not rounded to the activation's type."""
     limits = (*forward.args[1:], *(-1.0, 1.0)[len(forward.args) - 1 :])
-    return tuple(backward.args[2:4]) == limits and all(holds(map_, limit) for limit in limits)
+    return tuple(backward.args[2:4]) == limits and all(represents(map_, limit) for limit in limits)
 
 
 def _rises(map_: Value, forward: Op, backward: Op) -> bool:
@@ -46,7 +46,12 @@ def _rises(map_: Value, forward: Op, backward: Op) -> bool:
 def _replaces_by_less(map_: Value, forward: Op, backward: Op) -> bool:
     """`threshold(x, t, value)`, with nothing above `t` made of what was not."""
     _, threshold, value = forward.args
-    return bool(value <= threshold) and backward.args[2] == threshold and holds(map_, threshold) and holds(map_, value)
+    return (
+        bool(value <= threshold)
+        and backward.args[2] == threshold
+        and represents(map_, threshold)
+        and represents(map_, value)
+    )
 
 
 SAME_SIDE: dict[Any, tuple[Any, Callable[[Value, Op, Op], bool]]] = {
@@ -68,9 +73,9 @@ class _Twin:
 
 
 def read_kept(graph: Graph, *, exact: bool) -> Graph:
-    """The graph in which maps that are said again elsewhere are not kept."""
+    """The graph in which activations whose facts are kept elsewhere are not kept."""
     editor = Editor(graph)
-    trial = Trial(editor)
+    builder = OpBuilder(editor)
     needs = BackwardNeeds(graph)
     given_up: set[int] = set()
     for storage, readings in needs.of.items():
@@ -80,7 +85,7 @@ def read_kept(graph: Graph, *, exact: bool) -> Graph:
         for reading in readings:
             if reading.need is not Need.SIZE:
                 twins = _kept_twins(graph, needs, reading, given_up)
-                found += [(reading, twin) for twin in twins if _serves(trial, reading, twin, exact)][:1]
+                found += [(reading, twin) for twin in twins if _serves(builder, reading, twin, exact)][:1]
         if found and len(found) == sum(reading.need is not Need.SIZE for reading in readings):
             given_up.add(storage)
             for reading, twin in found:
@@ -141,17 +146,16 @@ def _forward_readers(graph: Graph, value: int) -> list[Op]:
     return [op for reader in graph.values[value].readers if (op := graph.ops[reader]).forward]
 
 
-def _serves(trial: Trial, reading: Reading, twin: _Twin, exact: bool) -> bool:
+def _serves(builder: OpBuilder, reading: Reading, twin: _Twin, exact: bool) -> bool:
     """Does the formula make the same of the twin, where it lies, and leave it laid out as before?"""
-    graph, op = trial.editor.original, reading.op
+    graph, op = builder.editor.original, reading.op
     before, now = graph.values[reading.value].stride, graph.values[twin.value].stride
     if before == now and twin.start is None:
         return True
     if op.target not in (ANY_LAYOUT if exact else ANY_LAYOUT | ANY_LAYOUT_BUT_FOR_ROUNDING) or op.kwargs:
         return False
-    (made,) = op.writes
-    assert made is not None
-    return trial.strides(op.target, op.args, {reading.value: now}) == graph.values[made].stride
+    made = result_of(op)
+    return builder.strides(op.target, op.args, {reading.value: now}) == graph.values[made].stride
 
 
 def _read(editor: Editor, reading: Reading, twin: _Twin) -> None:

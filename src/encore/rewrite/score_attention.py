@@ -1,7 +1,7 @@
 """Additive attention becomes `encore::additive_scores`: of all pairs of a query and a key, only scores are in memory.
 
 The middle, `H` numbers for every pair, is written several times by plain operators, and one of those is kept for
-backward or made again there. The operator never writes it, forward or backward (`encore.rnn.scores`), which is faster,
+backward or recomputed there. The operator never writes it, forward or backward (`encore.rnn.scores`), which is faster,
 too, since tanh costs less than the memory it would be kept in. Where several attend to the same keys, each adds to
 their gradient in place.
 
@@ -17,9 +17,9 @@ import torch
 from encore.graph import Graph, Op
 from encore.graph.editor import Editor
 from encore.graph.values import Ref, is_contiguous
+from encore.rewrite.additive_scores import AdditiveScores, find_additive_scores
 from encore.rewrite.judge import Judge
-from encore.rewrite.matmuls import exported, has_memory_to_itself
-from encore.rewrite.scorings import Scoring, find_scorings
+from encore.rewrite.queries import exported, has_memory_to_itself
 
 aten = torch.ops.aten
 RESULTS = ("keys", "query", "weight", "bias", "norm_weight", "norm_bias")
@@ -29,23 +29,23 @@ RESULTS = ("keys", "query", "weight", "bias", "norm_weight", "norm_bias")
 def score_attention(graph: Graph, judge: Judge) -> Graph:
     """The graph with attention's scores in operators of their own where that pays."""
     editor = Editor(graph)
-    worthwhile = [found for found in find_scorings(graph) if judge.scoring_pays(found, _dtype(graph, found))]
+    worthwhile = [found for found in find_additive_scores(graph) if judge.scoring_pays(found, _dtype(graph, found))]
     going = {op.id for found in worthwhile for op in found.backward}
     for found in worthwhile:
         _Replacement(editor, found, going).make()
     return editor.finish()
 
 
-def _dtype(graph: Graph, found: Scoring) -> torch.dtype:
+def _dtype(graph: Graph, found: AdditiveScores) -> torch.dtype:
     dtype = graph.values[found.query].dtype
     assert dtype is not None
     return dtype
 
 
 class _Replacement:
-    """One scoring on its way into operators. What made the middle goes by itself: nobody reads it any more."""
+    """One replacement by operators. What made the middle is removed with its last reader."""
 
-    def __init__(self, editor: Editor, found: Scoring, going: set[int]) -> None:
+    def __init__(self, editor: Editor, found: AdditiveScores, going: set[int]) -> None:
         self.editor = editor
         self.values = editor.graph.values
         self.found = found
@@ -119,7 +119,7 @@ class _Replacement:
 
     def _onto(self, first: Op) -> tuple[Ref | None, int | None]:
         """What the gradient of the keys is added to, and the sum, where that can be done in place: the other addend
-        was there before, fills memory of its own, and nobody else reads it."""
+        was there before, fills memory of its own, and nothing else reads it."""
         graph = self.editor.original
         gradient = self.found.gradients.get("keys")
         readers = [] if gradient is None else self._readers(gradient)
@@ -139,6 +139,6 @@ class _Replacement:
         return Ref(other), add.writes[0]
 
     def _readers(self, number: int) -> list[Op]:
-        """Whoever still reads a value."""
+        """The operators that still read a value."""
         graph = self.editor.original
         return [graph.ops[reader] for reader in graph.values[number].readers if reader not in self.going]

@@ -1,7 +1,7 @@
 """Backward of a convolution, one gradient after the other: that of its weight, then that of its input, never both at
 once.
 
-Asked for both gradients, a convolution's backward holds its input, the gradient of its output and the gradient of its
+Asked for both gradients, a convolution's backward keeps its input, the gradient of its output and the gradient of its
 input together, with what oneDNN copies for either product. The gradient of the weight is what reads the input; the
 gradient of the input asks for no more than its size. So the weight's comes first, the input (or its decoded copy) goes,
 and the other is given memory of that size to look at: the gradient of the output, where that is as large. oneDNN makes
@@ -24,14 +24,14 @@ from encore.graph import Graph, Op, Value
 from encore.graph.editor import Editor
 from encore.graph.values import Ref, is_contiguous, span_bytes
 from encore.rewrite.channels_last import channels_last_strides, has_channels_last
-from encore.rewrite.matmuls import device_of
+from encore.rewrite.queries import device_of
 
 aten = torch.ops.aten
 INPUT, WEIGHT, BIAS, MASK = 1, 2, 3, 10
 
 
 def split_convolutions(graph: Graph, *, exact: bool = False) -> Graph:
-    """The graph with such backward operators split in two. `exact` asks for the very bits."""
+    """The graph with such backward operators split in two. `exact` asks for bit equality."""
     editor = Editor(graph)
     for op in graph.ops:
         if op.target is not aten.convolution_backward.default or not op.args[MASK][1]:

@@ -1,7 +1,7 @@
 """A head taken some rows at a time, so that a slice of its scores is all that ever lives.
 
-Over a vocabulary of V words, N positions have N x V scores: of these a step holds the logarithms of the softmax from
-forward to backward, and there two gradients beside them; in a language model nothing else may be as large. Taken in K
+Over a vocabulary of V words, N positions have N x V scores: of these a step keeps the logarithms of the softmax from
+forward to backward, and there two gradients next to them; in a language model nothing else may be as large. Taken in K
 slices, forward computes the scores of a slice and its part of the loss, and forgets the scores; backward computes
 them once more from the hidden rows, then the slice's gradients, adds its share to those of weight and bias and writes
 its rows of the gradient of the hidden rows. The price is the head's product, run a second time; scores that the step
@@ -23,7 +23,7 @@ from encore.graph import Graph, Op, OpClass
 from encore.graph.editor import Editor
 from encore.graph.values import Ref, contiguous_strides, map_refs
 from encore.rewrite.heads import ALONG, LOSS, LOSS_BACKWARD, Exit, Gathered, Head, RowByRow, Summed, find_heads
-from encore.rewrite.matmuls import device_of
+from encore.rewrite.queries import device_of
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
@@ -118,47 +118,47 @@ class _Split:
 
     # -- slices ------------------------------------------------------------------------------------------------------
 
-    def _slice(self, value: int, k: int, beside: Op) -> int:
-        """Slice `k` of one of the head's values, as a matrix, computed in the phase of `beside`."""
+    def _slice(self, value: int, k: int, neighbour: Op) -> int:
+        """Slice `k` of one of the head's values, as a matrix, computed in the phase of `neighbour`."""
         op = self.head.makers[value]
         if op.kind is OpClass.VIEW:
-            return self._slice(op.reads[0], k, beside)
+            return self._slice(op.reads[0], k, neighbour)
         if value in self.head.whole:
-            return self._cut(self._as_matrix(value), k, beside)
-        key = (value, k, beside.forward)
+            return self._cut(self._as_matrix(value), k, neighbour)
+        key = (value, k, neighbour.forward)
         if key not in self.made:
-            args = self._arguments(op, k, beside)
-            name = f"{op.name}_{'rows' if op.forward == beside.forward else 'again'}{k}"
-            copy = self._op(beside, name, op.target, args, **op.kwargs)
+            args = self._arguments(op, k, neighbour)
+            name = f"{op.name}_{'rows' if op.forward == neighbour.forward else 'again'}{k}"
+            copy = self._op(neighbour, name, op.target, args, **op.kwargs)
             copy.module, copy.source = op.module, op.source
             self.made[key] = self._result(copy, (self.lengths[k], self.columns), value)
         return self.made[key]
 
-    def _arguments(self, op: Op, k: int, beside: Op) -> Sequence[Any]:
+    def _arguments(self, op: Op, k: int, neighbour: Op) -> Sequence[Any]:
         """An operator's arguments for one slice."""
 
         def here(value: int) -> Ref:
-            return Ref(self._slice(value, k, beside) if value in self.head.makers else value)
+            return Ref(self._slice(value, k, neighbour) if value in self.head.makers else value)
 
         if op is self.head.product.op:
             *bias, left, right = op.args
-            return (*bias, Ref(self._cut(left.value, k, beside)), right)
+            return (*bias, Ref(self._cut(left.value, k, neighbour)), right)
         if op.target is LOSS_BACKWARD:
             gradient, scores, target, *settings, _ = op.args
             _, reduction, _ = settings
-            gradient = Ref(self._cut(gradient.value, k, beside)) if reduction == NONE else gradient
-            target = Ref(self._cut(target.value, k, beside))
+            gradient = Ref(self._cut(gradient.value, k, neighbour)) if reduction == NONE else gradient
+            target = Ref(self._cut(target.value, k, neighbour))
             return (gradient, here(scores.value), target, *settings, Ref(self.total_weight))
         args = list(map_refs(op.args, here))
         if op.target in ALONG:
             args[ALONG[op.target]] = 1
         return args
 
-    def _cut(self, value: int, k: int, beside: Op, dimension: int = 0) -> int:
+    def _cut(self, value: int, k: int, neighbour: Op, dimension: int = 0) -> int:
         """Slice `k` of a value that is not the head's own: a view."""
         if (value, dimension) not in self.cuts:
             whole = self.values[value]
-            op = self._op(beside, f"{whole.name}_cut", aten.split.Tensor, (Ref(value), self.size, dimension))
+            op = self._op(neighbour, f"{whole.name}_cut", aten.split.Tensor, (Ref(value), self.size, dimension))
             op.returns_tuple = True
             views = []
             for start, length in zip(self.starts, self.lengths, strict=True):
@@ -247,8 +247,8 @@ class _Split:
 
     # -- records -----------------------------------------------------------------------------------------------------
 
-    def _op(self, beside: Op, name: str, target: Any, args: Sequence[Any], **kwargs: Any) -> Op:
-        return self.editor.op_after(beside, name, target, args, kwargs)
+    def _op(self, neighbour: Op, name: str, target: Any, args: Sequence[Any], **kwargs: Any) -> Op:
+        return self.editor.op_after(neighbour, name, target, args, kwargs)
 
     def _exit_op(self, leave: Exit, what: str, target: Any, args: Sequence[Any], **kwargs: Any) -> Op:
         op = self._op(self.head.backward, f"{leave.op.name}_{what}", target, args, **kwargs)

@@ -15,7 +15,8 @@ from encore.graph import Graph
 from encore.graph.editor import Editor
 from encore.graph.values import Ref
 from encore.rewrite.judge import Judge
-from encore.rewrite.matmuls import Product, device_of, products
+from encore.rewrite.matmuls import Product, products
+from encore.rewrite.queries import device_of
 
 aten = torch.ops.aten
 
