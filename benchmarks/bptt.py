@@ -36,7 +36,7 @@ from encore.bptt.actions import Advance, Tape
 from encore.bptt.revolve import Revolve
 from encore.bptt.run import Run
 from encore.cost import measure
-from encore.cost.allocator import AllocatorEvents
+from encore.cost.torch_private import AllocatorEvents
 from encore.machine import Machine, this_machine
 from encore.progress import progress
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from encore.api import compiled_call
 from encore.comparison import Tensors, Verification, compare, compare_errors, cotangent, equal_up_to_rounding
 from encore.compiler.compiled import CompiledCall
 from encore.errors import OptionError, VerificationError
+from encore.graph.torch_private import pytree
 
 
 def verify(

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from encore import cached_files
 from encore.cached_files import read_record, write_record
-from encore.lower import header, inductor_private, kernels
-from encore.lower.inductor_private import LoweringError
+from encore.lower import header, kernels, torch_private
+from encore.lower.extension import LoweringError
 from encore.lower.kernels import KernelStore
 from encore.schedule import Fused, fuse
 from encore.schedule.kernel import Kernel
@@ -317,12 +317,14 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
 
 # -- the header ------------------------------------------------------------------------------------------------------
 
+SMALL_HEADER = "#define ANSWER 42\n"
+
 
 @pytest.fixture
 def small_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own for a header that compiles in no time."""
     monkeypatch.setenv("ENCORE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(inductor_private, "HEADER", "#define ANSWER 42\n")
+    monkeypatch.setattr(header, "HEADER", SMALL_HEADER)
     return tmp_path / "cache"
 
 
@@ -333,7 +335,7 @@ def compiled_header(cache: Path) -> Path:
 
 def test_a_header_is_compiled_once(small_header: Path) -> None:
     first = header.kernel_header()
-    assert first.read_text() == inductor_private.HEADER
+    assert first.read_text() == SMALL_HEADER
     written = compiled_header(small_header).stat().st_mtime_ns
     header._checked.clear()  # as another process
     assert header.kernel_header() == first
@@ -352,7 +354,7 @@ def test_a_header_that_was_cut_off_is_compiled_again(small_header: Path, name: s
     assert sorted(record) == ["kernels.h", "kernels.h.gch"]
     for made, sha256 in record.items():
         assert hashlib.sha256(path.with_name(made).read_bytes()).hexdigest() == sha256
-    assert path.with_name("kernels.h").read_text() == inductor_private.HEADER
+    assert path.with_name("kernels.h").read_text() == SMALL_HEADER
     assert path.with_name("kernels.h.gch").stat().st_size > 1 << 20
 
 
@@ -366,7 +368,7 @@ def test_without_place_for_a_compiled_header_kernels_read_its_text(
     cached_files.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="cannot be kept"):
         text = header.kernel_header()
-    assert text.read_text() == inductor_private.HEADER
+    assert text.read_text() == SMALL_HEADER
     assert not text.with_name("kernels.h.gch").exists()
 
 
@@ -388,5 +390,5 @@ def test_inductor_executes_nothing_from_the_directory_it_shares(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     kernel = wave_kernel()
-    assert "def call" in inductor_private.module_source(dataclasses.replace(kernel))
+    assert "def call" in torch_private.module_source(dataclasses.replace(kernel))
     assert list(tmp_path.rglob("*.py")) == []

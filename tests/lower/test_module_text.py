@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from encore.lower.inductor_private import LoweringError
+from encore.lower.extension import LoweringError
 from encore.lower.module_text import bytes_aside
 
 

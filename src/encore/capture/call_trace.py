@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
+from encore.graph.torch_private import pytree
 
 Call = Callable[[Sequence[torch.Tensor]], Any]
 """Takes its tensor operands and returns tensors, in any nest of lists and tuples."""

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils import rnn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
 from encore.capture.torch_private import Replacement
+from encore.graph.torch_private import pytree
 from encore.rnn.packed_rows import BatchSizes, CapturedSequence, PackedRows, block_of
 from encore.rnn.sequence import can_walk
 
@@ -59,7 +59,7 @@ def traced_packing(*, whole: bool, session: PackingSession) -> Iterator[None]:
     )
     running = _session.set(session)
     try:
-        with torch_private.read_otherwise(READERS):
+        with torch_private.replaced_readers(READERS):
             yield
     finally:
         _session.reset(running)
@@ -82,7 +82,7 @@ def traced_pack_padded_sequence(
     input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True
 ) -> PackedSequence:
     if not _can_be_captured(input, lengths, batch_first):
-        torch._dynamo.graph_break(msg=PACKED)
+        torch_private.graph_break(msg=PACKED)
     return _packed(input, lengths, batch_first, enforce_sorted, later=False)
 
 
@@ -97,7 +97,7 @@ def traced_packed_sequence(
 ) -> PackedSequence:
     """Rows that are a tensor. How many sequences there are is the first of their sizes: data, if those are a tensor."""
     if not isinstance(batch_sizes, BatchSizes):
-        torch._dynamo.graph_break(msg=CONSTRUCTED)
+        torch_private.graph_break(msg=CONSTRUCTED)
     return CapturedSequence(data, batch_sizes, sorted_indices, unsorted_indices)
 
 
@@ -107,9 +107,9 @@ def traced_pad_packed_sequence(
     rows: Any = sequence[0]
     sizes: Any = sequence.batch_sizes
     if not isinstance(sizes, BatchSizes):
-        torch._dynamo.graph_break(msg=PADDED)
+        torch_private.graph_break(msg=PADDED)
     if total_length is not None and total_length < sizes.numbers.shape[0]:
-        torch._dynamo.graph_break(msg=PADDED)  # whether that is an error depends on the lengths
+        torch_private.graph_break(msg=PADDED)  # whether that is an error depends on the lengths
     steps = sizes.numbers.shape[0] if total_length is None else total_length
     padded = torch.ops.encore.pad_rows(
         block_of(rows, sizes), sizes.numbers, batch_first, padding_value, steps, total_length is None
@@ -126,7 +126,7 @@ def pad_to_a_given_length(
 ) -> tuple[Tensor, Tensor]:
     """Padding in the graph only to a length that is given."""
     if total_length is None:
-        torch._dynamo.graph_break(msg=PADDED)
+        torch_private.graph_break(msg=PADDED)
     return traced_pad_packed_sequence(sequence, batch_first, padding_value, total_length)
 
 

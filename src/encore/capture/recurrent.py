@@ -229,7 +229,7 @@ def _autocast_types(
     GRU's h does always): ATen is asked, by a call of one unit."""
     gates, width, hidden = CELLS[operator].gates, 1, 2 if projected else 1
     sizes = [(gates * hidden, 1), (gates * hidden, width), *([(width, hidden)] if projected else [])]
-    with torch_private.beside_tracing(), warnings.catch_warnings(action="ignore"):
+    with torch_private.outside_tracing(), warnings.catch_warnings(action="ignore"):
         widths = (1, width, hidden)[: len(initial)]
         x, *states = (torch.zeros(1, 1, size, dtype=dtype) for size, dtype in zip(widths, initial, strict=True))
         sequence = (x[0], torch.ones(1, dtype=torch.int64)) if operator in PACKED else (x,)
@@ -243,4 +243,4 @@ def _autocast_types(
     return tuple(result.dtype for result in results)
 
 
-torch_private.INSTEAD.update({kind.input: lifted(kind.input) for kind in KINDS})
+torch_private.TRACED_KERNELS.update({kind.input: lifted(kind.input) for kind in KINDS})

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
 from encore.capture.call_trace import Arrival, Layout, NotRepeatableError, Result, layout_of, trace_call
 from encore.capture.edges import Output, edges_of
 from encore.capture.templates import Template, Window, frozen, template_of, tensors_of
+from encore.graph.torch_private import pytree
 from encore.graph.values import Ref, map_refs
 
 log = logging.getLogger("encore")

@@ -12,6 +12,7 @@ from torch import fx
 
 from encore.capture.call_trace import Arrival, CallTrace, Layout, NotRepeatableError, layout_of
 from encore.graph import OpClass, classify
+from encore.graph.torch_private import OpOverload
 
 
 def frozen(argument: Any) -> Hashable:
@@ -75,7 +76,7 @@ def template_of(trace: CallTrace) -> Template:
 def _refuse_what_depends_on_its_place(node: fx.Node) -> None:
     if node.op != "call_function" or node.target is operator.getitem:
         return
-    if not isinstance(node.target, torch._ops.OpOverload) or classify(node.target) in NEVER_PASTED:
+    if not isinstance(node.target, OpOverload) or classify(node.target) in NEVER_PASTED:
         raise NotRepeatableError(f"{node.target} does more than compute")
     if "as_strided" in node.target.overloadpacket.__name__:
         raise NotRepeatableError(f"{node.target} counts from the beginning of a storage")

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
 from encore.graph import Graph, OpClass
 from encore.graph.ops import SIDE_EFFECTS
+from encore.graph.torch_private import pytree
 from encore.graph.values import span_elements
 
 aten = torch.ops.aten

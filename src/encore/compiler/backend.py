@@ -58,7 +58,7 @@ def _errors_as_themselves() -> Iterator[None]:
     try:
         yield
     except EncoreError as error:
-        raise torch_private.BackendRefusal(error, keep_frames=isinstance(error, IllegalGraphError)) from None
+        raise torch_private.BackendError(error, keep_frames=isinstance(error, IllegalGraphError)) from None
 
 
 def _tell_of_recurrent_layers() -> None:
@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
     it has a callback in Dynamo."""
     if name != "encore_backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    torch_private.tell_of_recurrent_layers(compile_graph, _tell_of_recurrent_layers)
+    torch_private.warn_of_recurrent_layers(compile_graph, _tell_of_recurrent_layers)
     globals()[name] = compile_graph
     return compile_graph
 

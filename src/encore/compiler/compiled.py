@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
 from encore.capture.packing import packed_arguments, traced_packing
 from encore.compiler.backend import GraphCompiler
 from encore.compiler.session import Session
+from encore.graph.torch_private import pytree
 from encore.rnn.packed_rows import as_tensors
 from encore.rnn.packing import ShorterSequencesError
 
@@ -59,12 +59,12 @@ class CompiledCall:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = packed_arguments(args, kwargs, self.session)
         packing = traced_packing(whole=self._pads_whole, session=self.session)
-        state = torch_private.generator_state() if self._may_start_again() else b""
+        state = _generator_state() if self._may_start_again() else b""
         try:
             with torch_private.whole_graphs(), packing:
                 result = self._planned(*args, **kwargs)
         except ShorterSequencesError:
-            torch_private.set_generator_state(state)
+            torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         else:
             self._has_run = True
             return as_tensors(result) if self.session.packs else result
@@ -126,3 +126,8 @@ class CompiledCall:
         self._told_it_ran_plain = True
         self.session.why_plain = why
         warnings.warn(f"encore: {self.session.name} {why}", stacklevel=3)
+
+
+def _generator_state() -> bytes:
+    """The state of the CPU's generator, outside of the memory that steps are measured in."""
+    return bytes(torch.get_rng_state().numpy())

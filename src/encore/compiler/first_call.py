@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from encore.comparison import (
     Tensors,
@@ -33,6 +32,7 @@ from encore.compiler.session import Session
 from encore.compiler.variants import GraphRunner
 from encore.errors import CheckError, VerificationError
 from encore.graph import OpClass
+from encore.graph.torch_private import pytree
 
 log = logging.getLogger("encore")
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
 from encore.compiler.compiled import CompiledCall
 from encore.compiler.copies import CompiledMark
 from encore.compiler.session import Session
 from encore.errors import OptionError
+from encore.graph.torch_private import pytree
 
 
 def fake_twin(

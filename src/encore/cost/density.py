@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
 
 from encore.codecs import Densities, Share
 from encore.codecs.integers import INTEGERS, range_of, width_for
 from encore.cost.timing import generators_kept
 from encore.graph import Graph, Op, OpClass
+from encore.graph.torch_private import FakeTensor, packet_name
 from encore.graph.values import map_refs
 from encore.lower.calls import callable_for
 
@@ -75,7 +75,7 @@ def may_be_sparse(graph: Graph) -> set[int]:
     """Values of forward that should have many zeros, by what makes them."""
     found: set[int] = set()
     for op in graph.ops:
-        packet = op.target.overloadpacket.__name__ if isinstance(op.target, torch._ops.OpOverload) else ""
+        packet = packet_name(op.target)
         passes = op.kind is OpClass.VIEW or packet in PASS_ZEROS
         masked = packet == "mul" and any(graph.values[value].dtype is torch.bool for value in op.reads)
         if op.forward and (packet in MAKE_ZEROS or masked or (passes and not found.isdisjoint(op.reads))):

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from encore.graph import Graph, Op
+from encore.graph.torch_private import OpOverload, packet_name
 from encore.graph.values import Ref
 
 DRAWN = 1 << 16
@@ -35,8 +36,7 @@ class ProbedCall:
         self.arguments: dict[str, Any] = {one.name: one.default_value for one in declared if one.has_default_value()}
         self.arguments |= {one.name: argument for one, argument in zip(declared, op.args, strict=False)}
         self.arguments |= op.kwargs
-        aten = isinstance(op.target, torch._ops.OpOverload) and op.target.namespace == "aten"
-        self.name = op.target.overloadpacket.__name__ if aten else ""
+        self.name = _aten_name(op)
 
     def shape(self, argument: str) -> tuple[int, ...]:
         given = self.arguments[argument]
@@ -397,8 +397,13 @@ DOMAINS: Mapping[str, Mapping[str, Domain]] = {
 
 def domain_key(op: Op) -> str:
     """What a measurement's key has to say about the values of operands: workspaces may depend on them."""
-    aten = isinstance(op.target, torch._ops.OpOverload) and op.target.namespace == "aten"
-    return " in domain" if aten and op.target.overloadpacket.__name__ in DOMAINS else ""
+    return " in domain" if _aten_name(op) in DOMAINS else ""
+
+
+def _aten_name(op: Op) -> str:
+    """The name of an operator of `aten` without its overload; empty for any other."""
+    aten = isinstance(op.target, OpOverload) and op.target.namespace == "aten"
+    return packet_name(op.target) if aten else ""
 
 
 ELEMENT_BY_ELEMENT = (Between, Constant, Indices, EachDimension, Sizes)

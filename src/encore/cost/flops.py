@@ -9,9 +9,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from encore.graph import Graph, Op
+from encore.graph.torch_private import packet_name
 from encore.graph.values import Ref
 
 Shape = tuple[int, ...]
@@ -19,9 +18,7 @@ Shape = tuple[int, ...]
 
 def flops(graph: Graph, op: Op) -> float:
     """Of one call; 0 for operators that are bound by memory."""
-    if not isinstance(op.target, torch._ops.OpOverload):
-        return 0
-    count = COUNTS.get(op.target.overloadpacket.__name__)
+    count = COUNTS.get(packet_name(op.target))
     return 0 if count is None else count(_Arguments(graph, op))
 
 

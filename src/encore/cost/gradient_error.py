@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
 
 from encore.codecs import CODECS, Codec
 from encore.cost.timing import generators_kept
 from encore.graph import Graph, Op, OpClass, Role
 from encore.graph.random_ops import DrawState
 from encore.graph.tier_ops import LoadFrom, StoreTo
+from encore.graph.torch_private import FakeTensor, OpOverload
 from encore.lower.codegen import Lowered, lower
 from encore.lower.kernels import CompiledKernel
 from encore.schedule import Action, Load, Run, Schedule, Store, Wait
@@ -163,7 +163,7 @@ def _draws_undone(graph: Graph, primals: Sequence[Any]) -> Iterator[None]:
         id(argument): argument
         for op in graph.ops
         for argument in (*op.args, *op.kwargs.values(), getattr(op.target, "generator", None))
-        if isinstance(argument, torch.Generator) and isinstance(op.target, DrawState | torch._ops.OpOverload)
+        if isinstance(argument, torch.Generator) and isinstance(op.target, DrawState | OpOverload)
     }
     states = [(generator, generator.get_state()) for generator in named.values()]
     cuda = any(isinstance(primal, torch.Tensor) and primal.is_cuda for primal in primals)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from encore.cost.allocator import profiler_is_running
 from encore.cost.probe import made_up, span
 from encore.cost.room import has_room, sets_of_operands
 from encore.cost.seconds import Seconds
 from encore.cost.signature import is_here
 from encore.cost.timing import seconds_of
+from encore.cost.torch_private import profiler_is_running
 from encore.graph import OpClass
 from encore.graph.ops import classify
 from encore.graph.values import refs

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from encore.cost.allocator import profiler_is_running
 from encore.cost.rates import is_duration
 from encore.cost.timing import seconds_of
+from encore.cost.torch_private import profiler_is_running
 from encore.measurements import machine_cache
 from encore.schedule import Link
 from encore.tiers import Parcel, Tier

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from encore.cost.allocator import AllocatorEvents, profiler_is_running
+from encore.cost.torch_private import AllocatorEvents, profiler_is_running
 from encore.errors import EncoreError
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from encore.cost.allocator import profiler_is_running
 from encore.cost.signature import is_here
 from encore.cost.timing import seconds_of
+from encore.cost.torch_private import profiler_is_running
 from encore.lower.calls import callable_for
 from encore.measurements import machine_cache
 

@@ -15,6 +15,7 @@ import torch
 from encore.cost.flops import flops
 from encore.cost.rates import Rates
 from encore.graph import Graph, Op, OpClass
+from encore.graph.torch_private import packet_name
 from encore.graph.values import Value, span_bytes
 from encore.schedule import Fused
 
@@ -40,7 +41,7 @@ GATHERS = frozenset({"embedding", "index", "index_select", "gather", "take"})
 
 def op_roofline(graph: Graph, op: Op, rates: Rates) -> float:
     """Seconds of one operator."""
-    read = (op.writes[0], *op.reads[1:]) if _packet(op) in GATHERS else op.reads
+    read = (op.writes[0], *op.reads[1:]) if packet_name(op.target) in GATHERS else op.reads
     values = _values(graph, (*read, *op.writes))
     device = _device(graph, values)
     moved = sum(map(_bytes, values)) / rates.bandwidth(device)
@@ -63,11 +64,7 @@ def _arithmetic(graph: Graph, op: Op, device: str) -> float:
     if device != "cpu" or op.kind is OpClass.VIEW:
         return 0.0
     elements = max((math.prod(value.shape) for value in _values(graph, (*op.reads, *op.writes))), default=0)
-    return elements * NANOSECONDS.get(_packet(op), OTHERWISE) * 1e-9 / torch.get_num_threads()
-
-
-def _packet(op: Op) -> str:
-    return op.target.overloadpacket.__name__ if isinstance(op.target, torch._ops.OpOverload) else ""
+    return elements * NANOSECONDS.get(packet_name(op.target), OTHERWISE) * 1e-9 / torch.get_num_threads()
 
 
 def _values(graph: Graph, numbers: Iterable[int | None]) -> list[Value]:

@@ -16,7 +16,6 @@ import weakref
 import torch
 
 from encore.codecs import Codec
-from encore.cost.allocator import profiler_is_running
 from encore.cost.codec_timing import CodecCall, codec_of
 from encore.cost.domains import domain_key
 from encore.cost.probe import footprint, made_up_call, on_cuda
@@ -25,6 +24,7 @@ from encore.cost.roofline import kernel_roofline, op_roofline
 from encore.cost.room import has_room, sets_of_operands
 from encore.cost.signature import as_first_drawn, can_run, is_here, is_pure_aten, signature
 from encore.cost.timing import MOST_SECONDS, generators_kept, seconds_of
+from encore.cost.torch_private import profiler_is_running
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_codec
 from encore.graph.random_ops import DrawState

@@ -10,6 +10,7 @@ import torch
 
 from encore.graph import Graph, Op, OpClass
 from encore.graph.random_ops import DrawAgain
+from encore.graph.torch_private import OpOverload
 from encore.graph.values import Ref
 from encore.rnn import WORKSPACES
 
@@ -52,7 +53,7 @@ def _name(target: Any) -> str:
 
 def is_pure_aten(op: Op) -> bool:
     """PyTorch's own, drawing nothing and writing to nothing: safe to run on made-up operands."""
-    if not isinstance(op.target, torch._ops.OpOverload):
+    if not isinstance(op.target, OpOverload):
         return False
     return op.kind in (OpClass.CHEAP, OpClass.HEAVY) or (op.kind is OpClass.OPAQUE and op.target.namespace == "aten")
 

@@ -20,15 +20,16 @@ from typing import Any
 import torch
 
 from encore.codecs import WORKSPACES as CODING
-from encore.cost.allocator import profiler_is_running
 from encore.cost.domains import domain_key
 from encore.cost.probe import footprint, on_cuda, probe_workspace
 from encore.cost.room import has_room
 from encore.cost.signature import as_first_drawn, can_run, draws_from_aten, is_pure_aten, signature
+from encore.cost.torch_private import profiler_is_running
 from encore.graph import Graph, Op, OpClass
 from encore.graph.on_shapes import on_shapes
 from encore.graph.ops import is_pointwise
 from encore.graph.random_ops import DrawAgain
+from encore.graph.torch_private import OpOverload
 from encore.graph.values import Ref
 from encore.kernels.draws import FEW, STATE_BYTES
 from encore.measurements import machine_cache
@@ -92,7 +93,7 @@ class Workspaces:
         if not is_pure_aten(op):
             if op.kind is OpClass.RANDOM or isinstance(op.target, DrawAgain):
                 return self._of_draw(graph, op)
-            if op.kind is OpClass.OPAQUE and isinstance(op.target, torch._ops.OpOverload):
+            if op.kind is OpClass.OPAQUE and isinstance(op.target, OpOverload):
                 self._bounded.setdefault(graph, {})[str(op.target)] = "none is counted: custom operators are not probed"
             return 0
         if is_pointwise(op.target):

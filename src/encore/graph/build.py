@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from encore.graph.on_shapes import windows
 from encore.graph.ops import SIDE_EFFECTS, OpClass, classify, without_unread
 from encore.graph.sizes import true_bytes
+from encore.graph.torch_private import pytree
 from encore.graph.values import Graph, Op, Ref, Role, Storage, Value, block_bytes, refs, span_bytes
 
 aten = torch.ops.aten

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensorMode
 
+from encore.graph.torch_private import FakeTensorMode
 from encore.graph.values import Graph, Op, Value, map_refs
 
 

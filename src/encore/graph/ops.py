@@ -16,6 +16,7 @@ import torch
 
 import encore.graph.random_ops  # noqa: F401 - registers encore::*
 from encore.graph.sized_ops import SIZED
+from encore.graph.torch_private import OpOverload
 from encore.rnn.scores import additive_scores_backward_
 
 aten = torch.ops.aten
@@ -129,7 +130,7 @@ COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autogra
 @cache
 def is_codec(target: Any) -> bool:
     """Is it one of Encore's operators that make codes or read them?"""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "encore":
+    if not isinstance(target, OpOverload) or target.namespace != "encore":
         return False
     return target.overloadpacket.__name__ in CODEC_PACKETS
 
@@ -139,7 +140,7 @@ def classify(target: Any) -> OpClass:
     """The class of an operator as it stands in a captured graph."""
     if target is operator.getitem:
         return OpClass.VIEW
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return OpClass.OPAQUE
     if target.namespace in COLLECTIVE_NAMESPACES:
         return OpClass.COLLECTIVE
@@ -196,7 +197,7 @@ def is_fusible(target: Any) -> bool:
 
 @cache
 def is_pointwise(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def without_unread(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -22,9 +22,9 @@ from encore.errors import CheckError
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_codec
 from encore.graph.tier_ops import StoreTo
+from encore.graph.torch_private import OpOverload
 from encore.schedule import Action, Free, Fused, Load, Run, Store, Wait
 
-_OPERATOR = torch._ops.OpOverload
 UNKNOWN = frozenset({OpClass.OPAQUE, OpClass.COLLECTIVE, OpClass.MUTATING})
 """Operators whose results may lie anywhere."""
 
@@ -137,7 +137,7 @@ class CheckedPhase:
         """The storages that an operator says it writes to."""
         if op.target in SCRATCH:
             return {_address(self.alive[op.args[SCRATCH[op.target]].value])}
-        known = isinstance(op.target, _OPERATOR) and op.kind not in (OpClass.MUTATING, OpClass.COLLECTIVE)
+        known = isinstance(op.target, OpOverload) and op.kind not in (OpClass.MUTATING, OpClass.COLLECTIVE)
         if known or op.kind not in UNKNOWN:
             return set()
         return {_address(self.alive[value]) for value in op.reads if value in self.alive} - {0}
@@ -189,7 +189,7 @@ class CheckedPhase:
     def _is_code(self, value: int) -> bool:
         """Is it an encoding, whose size is only bounded?"""
         producer = self.graph.producer(value)
-        return producer is not None and (is_codec(producer.target) or not isinstance(producer.target, _OPERATOR))
+        return producer is not None and (is_codec(producer.target) or not isinstance(producer.target, OpOverload))
 
     def _define(self, values: Iterable[tuple[int, Any]]) -> None:
         for value, tensor in values:

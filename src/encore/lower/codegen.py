@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from encore.graph import Graph, Op
 from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST
 from encore.graph.tier_ops import StoreTo, is_transfer
+from encore.graph.torch_private import OpOverload
 from encore.graph.values import Ref
 from encore.lower.calls import callable_for
 from encore.lower.checked import CheckedPhase, Phase, made_by
@@ -244,5 +243,5 @@ class _Writer:
 
 
 def _label(target: Any) -> str:
-    text = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "call")
+    text = str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", "call")
     return "".join(letter if letter.isalnum() else "_" for letter in text).strip("_")

@@ -40,9 +40,9 @@ from encore.cached_files import (
     write_record,
 )  # fmt: skip
 from encore.folders import cache_folder, private_directory
-from encore.lower import inductor_private
+from encore.lower import torch_private
+from encore.lower.extension import CppFunction, LoweringError, extension_source
 from encore.lower.header import kernel_header
-from encore.lower.inductor_private import CppFunction, LoweringError
 from encore.lower.module_text import bytes_aside, returned_strides
 from encore.measurements import machine_key
 from encore.progress import progress
@@ -154,7 +154,7 @@ class KernelStore:
 
     def _compile(self, kernels: Sequence[Kernel]) -> dict[str, str]:
         """Compile kernels and make them ready; returns those that cannot be, and why."""
-        missing = inductor_private.missing_compiler() if any("cpu" in kernel.devices for kernel in kernels) else ""
+        missing = torch_private.missing_compiler() if any("cpu" in kernel.devices for kernel in kernels) else ""
         if missing:
             return {kernel.key: missing for kernel in kernels}
         refused: dict[str, str] = {}
@@ -234,13 +234,13 @@ class KernelStore:
 
     def _build_extension(self, functions: Sequence[CppFunction], header: Path) -> _Extension:
         """Compile functions into one extension module of the folder, or of a private one where that takes no file."""
-        text = inductor_private.extension_source("MODULE", functions)
+        text = extension_source("MODULE", functions)
         name = f"encore_kernels_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         try:
             private = Path(tempfile.mkdtemp(dir=private_directory()))
             source = private / f"{name}.cpp"
-            source.write_text(inductor_private.extension_source(name, functions))
-            command = inductor_private.build_command(source, name, header)
+            source.write_text(extension_source(name, functions))
+            command = torch_private.build_command(source, name, header)
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
             if done.returncode:
                 said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
@@ -282,7 +282,7 @@ class KernelStore:
         return True
 
     def _make_ready(self, record: _Record, folder: Path) -> None:
-        call, scope, functions = inductor_private.execute(record.source)
+        call, scope, functions = torch_private.execute(record.source)
         if functions:
             extension = _load_extension(record.extension_in(folder))
             compiled = {function.name: getattr(extension, record.functions[function.name]) for function in functions}
@@ -302,10 +302,10 @@ class _Lowered:
 
 
 def _lower(kernel: Kernel) -> _Lowered:
-    source = inductor_private.module_source(kernel)
+    source = torch_private.module_source(kernel)
     if not kernel.accepts(returned_strides(source)):
         raise LoweringError("its results came out in another layout than the graph wants")
-    _, _, functions = inductor_private.execute(source)
+    _, _, functions = torch_private.execute(source)
     return _Lowered(source, tuple(functions), bytes_aside(source))
 
 
@@ -319,7 +319,7 @@ def _load_extension(extension: _Extension) -> ModuleType:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    ctypes.CDLL(str(extension.path)).set_address_of(ctypes.c_void_p(inductor_private.tensor_address_function()))
+    ctypes.CDLL(str(extension.path)).set_address_of(ctypes.c_void_p(torch_private.tensor_address_function()))
     return module
 
 

@@ -10,7 +10,7 @@ import ast
 
 import torch
 
-from encore.lower.inductor_private import LoweringError
+from encore.lower.extension import LoweringError
 
 
 def bytes_aside(source: str) -> int:
