@@ -38,7 +38,7 @@ from encore.bptt.run import Run
 from encore.cost import measure
 from encore.cost.torch_private import AllocatorEvents
 from encore.machine import Machine, this_machine
-from encore.progress import progress
+from encore.terminal import progress
 
 BATCH, HIDDEN = 16, 128
 STATE_BYTES = 2 * BATCH * HIDDEN * 4

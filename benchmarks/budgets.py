@@ -12,7 +12,7 @@ import torch
 import encore
 from benchmarks.compare import Trainee, gradients, median_ratio, ratio_spread, relative_distance, times_in_turns
 from benchmarks.workloads import Workload, build
-from encore.progress import progress
+from encore.terminal import progress
 
 BUDGETS = 10
 

@@ -20,8 +20,8 @@ import encore
 from benchmarks.workloads import Workload
 from encore.api import compiled_call
 from encore.cost import Measurement
-from encore.progress import Advance
 from encore.schedule import simulate
+from encore.terminal import Advance
 
 WARM_UP = 2
 SEED = 0

@@ -37,7 +37,7 @@ from benchmarks.compare import (
 from benchmarks.schema import Layout
 from benchmarks.workloads import TINY_SIZES, Batch, Workload, build
 from encore.machine import Machine, this_machine
-from encore.progress import Advance, progress
+from encore.terminal import Advance, progress
 
 ROUNDS, QUICK_ROUNDS = 5, 2
 FEWER_ROUNDS = {"gist": 3}

@@ -40,7 +40,7 @@ from benchmarks.compare import (
 from benchmarks.schema import Layout
 from benchmarks.workloads import TINY_SIZES, Workload, build
 from encore.machine import Machine, this_machine
-from encore.progress import progress
+from encore.terminal import progress
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKLOADS = ("transformer", "resnet", "nmt", "speech", "lm")

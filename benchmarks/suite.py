@@ -12,7 +12,7 @@ from benchmarks.compare import STAGES, Comparison, compare
 from benchmarks.schema import Layout
 from benchmarks.workloads import TINY_SIZES, build
 from encore.machine import Machine, this_machine
-from encore.progress import progress
+from encore.terminal import progress
 
 SUITE = ("nmt", "transformer", "resnet", "speech")
 ROUNDS = 9

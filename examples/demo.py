@@ -37,9 +37,9 @@ from benchmarks.schema import Layout
 from benchmarks.workloads import Batch, Workload, build
 from encore.command_line import DONE, FAILED, CommandParser, run_command
 from encore.errors import MissingPackageError
-from encore.progress import progress
 from encore.report.points import Point
 from encore.report.report import Report
+from encore.terminal import progress
 from encore.units import bytes_text, seconds_text
 from encore.whole_files import check_folder, make_folder
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from encore.errors import OptionError
-from encore.progress import progress
 from encore.rnn import tuning
-from encore.terminal import terminal_table
+from encore.terminal import progress, terminal_table
 from encore.tiers.limits import available_memory
 from encore.units import MOST_COUNT, bytes_text, seconds_text
 

@@ -15,7 +15,7 @@ from benchmarks.compare import Comparison
 from benchmarks.suite import SUITE, Suite, run_suite
 from benchmarks.table import page, render
 from encore.machine import Machine, this_machine
-from encore.progress import progress
+from encore.terminal import progress
 from support.json_schema import violations
 
 MACHINE = Machine(

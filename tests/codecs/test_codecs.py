@@ -15,7 +15,7 @@ from encore import EncoreError
 from encore.codecs import CODECS, sparse
 from encore.codecs.floats import FORMATS
 from encore.codecs.integers import for_range
-from encore.cost.measure import measure_cpu
+from encore.cost.allocations import measure_cpu
 from support.codec_inputs import (
     FLOATS,
     WAYS,

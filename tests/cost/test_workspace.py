@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import encore
 from encore.api import compiled_call
 from encore.cost import Workspaces, probe, workspace
-from encore.cost.measure import measure_cpu
+from encore.cost.allocations import measure_cpu
 from encore.cost.probe import footprint, made_up, probe_workspace
 from encore.folders import cache_directory
 from encore.graph import Graph, OpClass

@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
 from encore.capture import torch_private
+from encore.capture.layouts import TensorLayout
 from encore.graph.torch_private import pytree
 
 Call = Callable[[Sequence[torch.Tensor]], Any]
@@ -26,20 +27,12 @@ class NotRepeatableError(Exception):
     """Something that does more than compute new tensors from its operands: it must be traced where it stands."""
 
 
-class Layout(NamedTuple):
-    """What an operator's choice of code may depend on."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-def layout_of(tensor: torch.Tensor) -> Layout:
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    if tensor.dtype.is_complex or not {*map(type, shape), *map(type, stride)} <= {int}:
-        raise NotRepeatableError("it holds complex numbers or sizes that depend on data")
-    return Layout(shape, stride, tensor.dtype, tensor.device)
+def layout_of(tensor: torch.Tensor) -> TensorLayout:
+    """The layout of a traced tensor, which must be known while tracing."""
+    layout = TensorLayout.of(tensor)
+    if tensor.dtype.is_complex or not {*map(type, layout.shape), *map(type, layout.stride)} <= {int}:
+        raise NotRepeatableError("it has complex numbers, or sizes that depend on data")
+    return layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +70,12 @@ class CallTrace:
 
 
 def trace_call(
-    call: Call, operands: Sequence[torch.Tensor], mode: Any, tangents: Sequence[Layout | None] | None = None
+    call: Call, operands: Sequence[torch.Tensor], mode: Any, tangents: Sequence[TensorLayout | None] | None = None
 ) -> CallTrace:
     """Trace a call on operands of a fake mode, and its product for gradients of these layouts, one for each tensor it
     returns (None: no gradient comes); without `tangents`, for gradients laid out like the results."""
-    watch = _Watch(call, tangents)
-    graph = torch_private.trace_functional(watch.run, operands, mode)
+    recorder = _CallRecorder(call, tangents)
+    graph = torch_private.trace_functional(recorder.run, operands, mode)
     placeholders, end = graph.find_nodes(op="placeholder"), graph.output_node()
     ran = [node for node in graph.nodes if node.op == "call_function"]
     if len(ran) + len(placeholders) + 1 != len(graph.nodes):
@@ -91,20 +84,20 @@ def trace_call(
     ran = [node for node in ran if not _only_detaches(node, end)]
     ran = [node for node in reversed(ran) if not _adds_for_nobody(node)][::-1]
     leaving = iter(pytree.arg_tree_leaves(*end.args))
-    results = [next(leaving) for _ in watch.results]
-    given = [next(leaving) if comes else None for comes in watch.gradient_comes]
+    results = [next(leaving) for _ in recorder.results]
+    given = [next(leaving) if comes else None for comes in recorder.gradient_comes]
     happens: list[tuple[int, fx.Node | Arrival]]
-    happens = [(place[node], node) for node in ran if place[node] > place[watch.last_tangent]]
-    happens += [(place[last], Arrival(operand, next(leaving))) for last, operand in watch.arrivals]
+    happens = [(place[node], node) for node in ran if place[node] > place[recorder.last_tangent]]
+    happens += [(place[last], Arrival(operand, next(leaving))) for last, operand in recorder.arrivals]
     happens.sort(key=lambda event: event[0])  # an arrival stays behind the operator that ran last before it
     return CallTrace(
         operands=tuple(placeholders),
-        forward=tuple(node for node in ran if place[node] <= place[watch.last_of_forward]),
+        forward=tuple(node for node in ran if place[node] <= place[recorder.last_of_forward]),
         backward=tuple(event for _, event in happens),
         results=tuple(
-            Result(node, *facts, tangent) for node, facts, tangent in zip(results, watch.results, given, strict=True)
+            Result(node, *facts, tangent) for node, facts, tangent in zip(results, recorder.results, given, strict=True)
         ),
-        nest=watch.nest,
+        nest=recorder.nest,
     )
 
 
@@ -126,11 +119,11 @@ def _adds_for_nobody(node: fx.Node) -> bool:
 
 
 @dataclass(slots=True)
-class _Watch:
+class _CallRecorder:
     """Runs the call and its product, noting what the traced graph alone does not tell."""
 
     call: Call
-    layouts: Sequence[Layout | None] | None
+    layouts: Sequence[TensorLayout | None] | None
     nest: Any = None
     results: list[tuple[bool, bool, int | None]] = field(default_factory=list)
     gradient_comes: list[bool] = field(default_factory=list)
@@ -155,7 +148,7 @@ class _Watch:
         self.last_of_forward = torch_private.last_traced_node()
         layouts = self.layouts or [_like(result) for result in results]
         self.gradient_comes = [layout is not None for layout in layouts]
-        tangents = [_empty(layout) for layout in layouts if layout is not None]
+        tangents = [layout.empty() for layout in layouts if layout is not None]
         self.last_tangent = torch_private.last_traced_node()
         self._differentiate(list(itertools.compress(results, self.gradient_comes)), operands, tangents)
         return [*results, *tangents, *self.contributions]
@@ -199,10 +192,6 @@ def _reachable(results: Sequence[torch.Tensor]) -> list[Any]:
     return list(found)
 
 
-def _like(result: torch.Tensor) -> Layout | None:
+def _like(result: torch.Tensor) -> TensorLayout | None:
     """The gradient to expect for a result; an operand that is returned as it came is a leaf here and needs none."""
     return layout_of(result) if result.grad_fn is not None else None
-
-
-def _empty(layout: Layout) -> torch.Tensor:
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)

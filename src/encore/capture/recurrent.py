@@ -57,7 +57,7 @@ def lifting(lowering: str, skip: Collection[str]) -> Iterator[list[Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class LayerKind:
     """What tells the kinds of layers apart."""
 
     states: int
@@ -67,7 +67,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class LayerCall:
     """The arguments of one of these operators by name."""
 
     x: Tensor
@@ -84,13 +84,13 @@ class Call:
 
 
 KINDS = {
-    aten.lstm: Cell(2, 4, lstm_layer),
-    aten.gru: Cell(1, 3, gru_layer),
-    aten.rnn_tanh: Cell(1, 1, lambda keep: elman_layer(relu=False)),
-    aten.rnn_relu: Cell(1, 1, lambda keep: elman_layer(relu=True)),
+    aten.lstm: LayerKind(2, 4, lstm_layer),
+    aten.gru: LayerKind(1, 3, gru_layer),
+    aten.rnn_tanh: LayerKind(1, 1, lambda keep: elman_layer(relu=False)),
+    aten.rnn_relu: LayerKind(1, 1, lambda keep: elman_layer(relu=True)),
 }
-PACKED: dict[Any, Cell] = {kind.data: cell for kind, cell in KINDS.items()}
-CELLS: dict[Any, Cell] = {kind.input: cell for kind, cell in KINDS.items()} | PACKED
+PACKED: dict[Any, LayerKind] = {kind.data: cell for kind, cell in KINDS.items()}
+CELLS: dict[Any, LayerKind] = {kind.input: cell for kind, cell in KINDS.items()} | PACKED
 
 
 def lifted(operator: Any) -> Callable[..., Any]:
@@ -98,13 +98,13 @@ def lifted(operator: Any) -> Callable[..., Any]:
     unchanged = torch_private.composite(operator)
 
     def run(x: Tensor, hx: Any, *others: Any) -> Any:
-        found = _run(operator, Call(x, None, hx, *others))
+        found = _run(operator, LayerCall(x, None, hx, *others))
         return unchanged(x, hx, *others) if found is None else found
 
     return run
 
 
-def _run(operator: Any, call: Call) -> tuple[Tensor, ...] | None:
+def _run(operator: Any, call: LayerCall) -> tuple[Tensor, ...] | None:
     """The call by Encore's operators; None where it is left to ATen."""
     cell, x = CELLS[operator], call.x
     states = list(call.hx) if cell.states > 1 else [call.hx]
@@ -138,7 +138,7 @@ def packed_layers(
 ) -> list[Tensor]:  # fmt: skip
     """All layers on rows in a block, as captured: Encore's operators, or ATen's a layer at a time."""
     operator = getattr(aten, kind).data
-    call = Call(
+    call = LayerCall(
         rows, batch_sizes, hx if len(hx) > 1 else hx[0], params, has_biases, num_layers, dropout, train, bidirectional,
         batch_first=False,
     )  # fmt: skip
@@ -146,7 +146,7 @@ def packed_layers(
     return list(_by_aten(operator, call) if found is None else found)
 
 
-def _by_aten(operator: Any, call: Call) -> tuple[Tensor, ...]:
+def _by_aten(operator: Any, call: LayerCall) -> tuple[Tensor, ...]:
     """ATen's layers, one operator each (`rnn/packed_aten.py`)."""
     cell, x, directions = CELLS[operator], call.x, 2 if call.bidirectional else 1
     states = list(call.hx) if cell.states > 1 else [call.hx]

@@ -25,9 +25,10 @@ import torch
 from torch import fx
 
 from encore.capture import torch_private
-from encore.capture.call_trace import Arrival, Layout, NotRepeatableError, Result, layout_of, trace_call
+from encore.capture.call_trace import Arrival, NotRepeatableError, Result, layout_of, trace_call
 from encore.capture.edges import Output, edges_of
-from encore.capture.templates import Template, Window, frozen, template_of, tensors_of
+from encore.capture.layouts import TensorLayout
+from encore.capture.templates import Template, TensorWindow, frozen, template_of, tensors_of
 from encore.graph.torch_private import pytree
 from encore.graph.values import Ref, map_refs
 
@@ -82,7 +83,7 @@ class Repeats:
             source.meta["desc"] = description.meta.get("desc")
 
 
-def _seen(source: fx.Node) -> tuple[str, Layout]:
+def _seen(source: fx.Node) -> tuple[str, TensorLayout]:
     return source.name, layout_of(source.meta["val"])
 
 
@@ -288,7 +289,7 @@ class _Paste:
         key: Hashable,
         run: Callable[[Sequence[Any]], Any],
         operands: Sequence[_Variable],
-        tangents: Sequence[Layout | None] | None = None,
+        tangents: Sequence[TensorLayout | None] | None = None,
     ) -> Template:
         if key not in self.templates:
             stand_ins = [self._alike(operand) for operand in operands]
@@ -320,7 +321,7 @@ class _Paste:
         node.meta = marks | {"val": tuple(tensors) if isinstance(step.meta.get("val"), tuple | list) else tensors[0]}
         return node
 
-    def _look_through(self, window: Window, home: Sequence[Any]) -> torch.Tensor:
+    def _look_through(self, window: TensorWindow, home: Sequence[Any]) -> torch.Tensor:
         if window.home is None:
             storage, offset = torch.UntypedStorage(window.bytes, device="meta"), window.offset
         else:
@@ -356,7 +357,7 @@ def _nested(nest: Any, results: Sequence[_Variable]) -> Any:
     return None if nest is None else results[nest]
 
 
-def _tangent_layout(result: Result) -> Layout | None:
+def _tangent_layout(result: Result) -> TensorLayout | None:
     return None if result.tangent is None else layout_of(result.tangent.meta["val"])
 
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from encore.capture.call_trace import Arrival, CallTrace, Layout, NotRepeatableError, layout_of
+from encore.capture.call_trace import Arrival, CallTrace, NotRepeatableError, layout_of
+from encore.capture.layouts import TensorLayout
 from encore.graph import OpClass, classify
 from encore.graph.torch_private import OpOverload
 
@@ -34,7 +35,7 @@ def frozen(argument: Any) -> Hashable:
     return (type(argument), argument)
 
 
-class Window(NamedTuple):
+class TensorWindow(NamedTuple):
     """Where a traced tensor looks: at memory of its own, or at that of a tensor traced before it."""
 
     home: fx.Node | None
@@ -42,7 +43,7 @@ class Window(NamedTuple):
     """Which of several results of `home`."""
     offset: int
     """From the first element of that tensor."""
-    layout: Layout
+    layout: TensorLayout
     bytes: int
 
 
@@ -54,12 +55,12 @@ class Template:
     """A traced call, ready to be pasted."""
 
     trace: CallTrace
-    windows: dict[fx.Node, tuple[Window | None, ...]]
+    windows: dict[fx.Node, tuple[TensorWindow | None, ...]]
     """For every node, by position of its results."""
 
 
 def template_of(trace: CallTrace) -> Template:
-    windows: dict[fx.Node, tuple[Window | None, ...]] = {}
+    windows: dict[fx.Node, tuple[TensorWindow | None, ...]] = {}
     homes: dict[int, tuple[fx.Node, int, int]] = {}
     tangents = [result.tangent for result in trace.results if result.tangent is not None]
     for node in (*trace.operands, *tangents, *trace.forward, *trace.backward):
@@ -82,14 +83,14 @@ def _refuse_what_depends_on_its_place(node: fx.Node) -> None:
         raise NotRepeatableError(f"{node.target} counts from the beginning of a storage")
 
 
-def _window_of(node: fx.Node, position: int, tensor: Any, homes: dict[int, tuple[fx.Node, int, int]]) -> Window:
+def _window_of(node: fx.Node, position: int, tensor: Any, homes: dict[int, tuple[fx.Node, int, int]]) -> TensorWindow:
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_neg():
         raise NotRepeatableError(f"{node.target} gives something else than a plain tensor")
     storage = tensor.untyped_storage()
     offset = int(tensor.storage_offset())
     home = homes.setdefault(storage._cdata, (node, position, offset))
     is_first = home[:2] == (node, position)
-    return Window(
+    return TensorWindow(
         home=None if is_first else home[0],
         position=home[1],
         offset=offset if is_first else offset - home[2],

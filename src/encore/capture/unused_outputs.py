@@ -10,13 +10,13 @@ is not zero (`cat`, for one) reads a tensor of zeros, as in eager. Inputs whose 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from encore.capture import torch_private
+from encore.capture.layouts import TensorLayout
 from encore.graph import Graph, OpClass
 from encore.graph.ops import SIDE_EFFECTS
 from encore.graph.torch_private import pytree
@@ -46,20 +46,6 @@ class NotOptionalError(Exception):
     """The graph cannot do without some of its tangents."""
 
 
-@dataclass(frozen=True, slots=True)
-class TangentLayout:
-    """What a gradient looks like."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def zeros(self) -> torch.Tensor:
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return made.zero_()
-
-
 class Tangents:
     """The gradients that a joint graph takes, by number, and what depends on which of them."""
 
@@ -68,7 +54,7 @@ class Tangents:
         nodes = [node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name]
         self.names = [node.name for node in nodes]
         self.everything = frozenset(range(len(nodes)))
-        self.layouts = [_layout(node) for node in nodes]
+        self.layouts = [TensorLayout.of(node.meta["val"]) for node in nodes]
         self.may_be_missing = not torch_private.takes_apart_tensors(graph)
         """May autograd leave gradients out, instead of filling in zeros?"""
         self.optional = self.may_be_missing and len(nodes) > 1 and not torch_private.saves_unchecked(graph)
@@ -106,11 +92,6 @@ class Tangents:
         sources = {node.name: node for node in graph.find_nodes(op="placeholder")}
         reach = _reaches(graph, [sources[name] for name in self.names])
         return torch_private.graph_in_place_of(self.joint, _Cut(reach, frozenset(used)).run(graph))
-
-
-def _layout(node: fx.Node) -> TangentLayout:
-    val: Any = node.meta["val"]
-    return TangentLayout(tuple(val.shape), val.stride(), val.dtype, val.device)
 
 
 def _reaches(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[int]]:

@@ -32,9 +32,9 @@ from encore.codecs import CODECS, Codec
 from encore.cost.gradient_error import (
     GradientError,
     Gradients,
+    compare_gradients,
     extra_bytes,
     gradient_bytes,
-    gradient_error,
     lossy_codec,
     lower_in_memory,
     made_up_tangents,
@@ -45,9 +45,9 @@ from encore.cost.room import step_has_room
 from encore.plan import Plan, Planner, feature_maps
 from encore.plan.admission import Admitted, LossyCandidate, admit, worst_of
 from encore.plan.stand_ins import codes_of
-from encore.progress import progress
 from encore.schedule import Choice, Encoded, Schedule, carry_out, schedule_step
 from encore.schedule.recompute import owned
+from encore.terminal import progress
 
 log = logging.getLogger("encore")
 
@@ -125,7 +125,7 @@ class BoundedCodecs:
             return None
         with self._measuring():
             exact = self._run(plan.schedule, exact=True)
-            return gradient_error(graph, exact, self._run(plan.schedule, exact=False))
+            return compare_gradients(graph, exact, self._run(plan.schedule, exact=False))
 
     # -- runs --------------------------------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class BoundedCodecs:
                 value = op.reads[0]
                 codecs = [codec for codec, _ in group[value]]
                 watches[op.id] = _Noise(chosen[value][0], codecs, noise.setdefault(value, {}))
-        error = gradient_error(
+        error = compare_gradients(
             self.planner.graph, self.exact, self._run(schedule, exact=False, watches=watches)
         ).relative
         probed = math.hypot(*(noise[value][chosen[value][0].name] for value in noise))
@@ -270,7 +270,7 @@ class BoundedCodecs:
             lossy = codes_of(graph, numbers[name], (one.codec,), self.planner.densities)
             encode += [Encoded(numbers[name], codec.name, size) for codec, size in lossy]
         lossy_gradients = self._run(self._encoding(base, encode), exact=False)
-        return gradient_error(graph, self.exact, lossy_gradients).relative
+        return compare_gradients(graph, self.exact, lossy_gradients).relative
 
 
 @contextlib.contextmanager

@@ -21,9 +21,9 @@ from encore.capture.torch_private import real_tensors
 from encore.cost.gradient_error import (
     GradientError,
     Gradients,
+    compare_gradients,
     extra_bytes,
     gradient_bytes,
-    gradient_error,
     lossy_codec,
     lower_in_memory,
     run_gradients,
@@ -110,7 +110,7 @@ class LossyCheck:
         exact = self._exact_gradients(given, tangents, state)
         if exact is None:
             return gradients
-        found = gradient_error(self.plan.schedule.graph, exact, gradients)
+        found = compare_gradients(self.plan.schedule.graph, exact, gradients)
         if math.isnan(found.relative):
             self.why_not = f"the exact gradients of step {step} are not finite"
             return gradients

@@ -3,11 +3,11 @@
 `measure` asks the allocator about a call, `workspace` about single operators, `seconds` the clock; `cache` remembers.
 """
 
+from encore.cost.allocations import Measurement, measure
 from encore.cost.density import densities, may_be_narrow, may_be_sparse
 from encore.cost.kernel_timing import kernel_seconds, time_kernels
 from encore.cost.lessons import LinkLessons
 from encore.cost.links import assumed_link, known_link, link_to
-from encore.cost.measure import Measurement, measure
 from encore.cost.seconds import Seconds
 from encore.cost.workspace import Workspaces
 

@@ -162,7 +162,7 @@ class Ends:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class WholeSize:
     """The whole size of dimension `dim` of argument `of`, for every element."""
 
     of: str
@@ -177,7 +177,7 @@ class TargetLengths:
     """Lengths of the targets of a CTC loss: the width of padded targets, or parts of concatenated ones."""
 
     def fill(self, tensor: torch.Tensor, call: ProbedCall, generator: torch.Generator) -> None:
-        lengths: Domain = Sizes("targets", 1) if len(call.shape("targets")) > 1 else Parts("targets")
+        lengths: Domain = WholeSize("targets", 1) if len(call.shape("targets")) > 1 else Parts("targets")
         lengths.fill(tensor, call, generator)
 
 
@@ -339,12 +339,12 @@ DOMAINS: Mapping[str, Mapping[str, Domain]] = {
     "multilabel_margin_loss_backward": {"target": CLASS, "is_target": UNIT},
     "_ctc_loss": {
         "targets": Indices("log_probs", 2, first=1),
-        "input_lengths": Sizes("log_probs", 0),
+        "input_lengths": WholeSize("log_probs", 0),
         "target_lengths": TargetLengths(),
     },
     "_ctc_loss_backward": {
         "targets": Indices("log_probs", 2, first=1),
-        "input_lengths": Sizes("log_probs", 0),
+        "input_lengths": WholeSize("log_probs", 0),
         "target_lengths": TargetLengths(),
     },
     # Positions of a pooled maximum within its plane or volume.
@@ -357,7 +357,7 @@ DOMAINS: Mapping[str, Mapping[str, Domain]] = {
     "max_unpool2d": {"indices": Indices("output_size")},
     "max_unpool3d": {"indices": Indices("output_size")},
     # Lengths, counts and offsets.
-    "_pack_padded_sequence": {"lengths": Sizes("input", 0)},
+    "_pack_padded_sequence": {"lengths": WholeSize("input", 0)},
     "segment_reduce": {"lengths": Parts("data", "axis"), "offsets": Offsets("data", "axis", ends=True)},
     "_segment_reduce_backward": {"lengths": Parts("data", "axis"), "offsets": Offsets("data", "axis", ends=True)},
     "repeat_interleave": {"repeats": Parts("output_size")},
@@ -406,7 +406,7 @@ def _aten_name(op: Op) -> str:
     return packet_name(op.target) if aten else ""
 
 
-ELEMENT_BY_ELEMENT = (Between, Constant, Indices, EachDimension, Sizes)
+ELEMENT_BY_ELEMENT = (Between, Constant, Indices, EachDimension, WholeSize)
 """Domains that do not depend on where an element is: they fill memory, whatever its layout."""
 
 Fill = Callable[[torch.Tensor, torch.Tensor, torch.Generator], None]

@@ -16,7 +16,7 @@ from encore.graph.values import Ref
 Shape = tuple[int, ...]
 
 
-def flops(graph: Graph, op: Op) -> float:
+def count_flops(graph: Graph, op: Op) -> float:
     """Of one call; 0 for operators that are bound by memory."""
     count = COUNTS.get(packet_name(op.target))
     return 0 if count is None else count(_Arguments(graph, op))

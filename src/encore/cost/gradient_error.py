@@ -194,7 +194,7 @@ def made_up_tangents(graph: Graph) -> list[torch.Tensor]:
 # -- comparison ------------------------------------------------------------------------------------------------------
 
 
-def gradient_error(graph: Graph, exact: Sequence[Any], lossy: Sequence[Any]) -> GradientError:
+def compare_gradients(graph: Graph, exact: Sequence[Any], lossy: Sequence[Any]) -> GradientError:
     """The error of gradients, in the order of the graph's; see the module."""
     parts: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for value, want, have in zip(graph.primals, exact, lossy, strict=True):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from encore.cost.allocations import measure_cpu, measure_cuda
 from encore.cost.domains import Fill, fill_by_default, operand_domains
-from encore.cost.measure import measure_cpu, measure_cuda
 from encore.cost.timing import generators_kept
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST

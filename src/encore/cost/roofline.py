@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from encore.cost.flops import flops
+from encore.cost.flops import count_flops
 from encore.cost.rates import Rates
 from encore.graph import Graph, Op, OpClass
 from encore.graph.torch_private import packet_name
@@ -45,7 +45,7 @@ def op_roofline(graph: Graph, op: Op, rates: Rates) -> float:
     values = _values(graph, (*read, *op.writes))
     device = _device(graph, values)
     moved = sum(map(_bytes, values)) / rates.bandwidth(device)
-    count = flops(graph, op)
+    count = count_flops(graph, op)
     computed = count / rates.flops(device, values[0].dtype) if count else _arithmetic(graph, op, device)
     return OPERATOR_CALL * rates.view + max(moved, computed)
 

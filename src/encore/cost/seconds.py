@@ -22,7 +22,7 @@ from encore.cost.probe import footprint, made_up_call, on_cuda
 from encore.cost.rates import Rates, is_duration
 from encore.cost.roofline import kernel_roofline, op_roofline
 from encore.cost.room import has_room, sets_of_operands
-from encore.cost.signature import as_first_drawn, can_run, is_here, is_pure_aten, signature
+from encore.cost.signature import as_first_drawn, call_signature, can_run, is_here, is_pure_aten
 from encore.cost.timing import MOST_SECONDS, generators_kept, seconds_of
 from encore.cost.torch_private import profiler_is_running
 from encore.graph import Graph, Op, OpClass
@@ -164,7 +164,7 @@ class Seconds:
 
 
 def _operator(graph: Graph, op: Op, over: int | None) -> str:
-    return f"seconds {signature(graph, op)}{domain_key(op)}{'' if over is None else ' over'}"
+    return f"seconds {call_signature(graph, op)}{domain_key(op)}{'' if over is None else ' over'}"
 
 
 def _kernel(kernel_key: str) -> str:

@@ -25,7 +25,7 @@ TAKES_EMPTY_OPERANDS = frozenset(
 every index, which a sum of bags does not compute)."""
 
 
-def signature(graph: Graph, op: Op) -> str:
+def call_signature(graph: Graph, op: Op) -> str:
     """Everything a measurement of the call depends on, as text: two calls with equal signatures are measured once."""
 
     def text(argument: Any) -> str:

@@ -23,10 +23,10 @@ from encore.codecs import WORKSPACES as CODING
 from encore.cost.domains import domain_key
 from encore.cost.probe import footprint, on_cuda, probe_workspace
 from encore.cost.room import has_room
-from encore.cost.signature import as_first_drawn, can_run, draws_from_aten, is_pure_aten, signature
+from encore.cost.signature import as_first_drawn, call_signature, can_run, draws_from_aten, is_pure_aten
 from encore.cost.torch_private import profiler_is_running
 from encore.graph import Graph, Op, OpClass
-from encore.graph.on_shapes import on_shapes
+from encore.graph.on_shapes import call_on_shapes
 from encore.graph.ops import is_pointwise
 from encore.graph.random_ops import DrawAgain
 from encore.graph.torch_private import OpOverload
@@ -109,7 +109,7 @@ class Workspaces:
         return state + _drawn(graph, first)
 
     def _measured(self, graph: Graph, op: Op) -> int:
-        key = f"workspace {signature(graph, op)}{domain_key(op)}"
+        key = f"workspace {call_signature(graph, op)}{domain_key(op)}"
         if key not in self._known:
             self._known[key] = self._ask(graph, op, key)
         if key in self._bounds:
@@ -162,7 +162,7 @@ def _drawn(graph: Graph, op: Op) -> int:
 
 def _told(graph: Graph, op: Op) -> int:
     """An operator of Encore's own tells its workspace from the shapes of its operands."""
-    told: int = on_shapes(graph, op, WORKSPACES[op.target])
+    told: int = call_on_shapes(graph, op, WORKSPACES[op.target])
     return told
 
 

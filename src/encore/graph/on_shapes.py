@@ -11,7 +11,7 @@ from encore.graph.torch_private import FakeTensorMode
 from encore.graph.values import Graph, Op, Value, map_refs
 
 
-def on_shapes(graph: Graph, op: Op, function: Callable[..., Any]) -> Any:
+def call_on_shapes(graph: Graph, op: Op, function: Callable[..., Any]) -> Any:
     """What the function says to the operator's arguments."""
 
     def operand(index: int) -> torch.Tensor:

@@ -45,8 +45,8 @@ from encore.lower.extension import CppFunction, LoweringError, extension_source
 from encore.lower.header import kernel_header
 from encore.lower.module_text import bytes_aside, returned_strides
 from encore.measurements import machine_key
-from encore.progress import progress
 from encore.schedule.kernel import Kernel
+from encore.terminal import progress
 
 KERNELS_A_FILE, KERNELS_WORTH_A_FILE = 12, 5
 """At most, and at least where there are as many: a file takes the compiler 0.9 seconds and 0.1 more for each kernel."""

@@ -18,7 +18,7 @@ import torch
 
 import encore.rnn  # noqa: F401 - registers encore::*
 from encore.graph import Graph, Op
-from encore.graph.on_shapes import on_shapes
+from encore.graph.on_shapes import call_on_shapes
 from encore.graph.values import block_bytes, contiguous_strides
 from encore.rnn.tuning import lean_steps
 from encore.schedule.choice import Stashed
@@ -116,4 +116,4 @@ def _keeping(op: Op, every: int) -> tuple[Any, ...]:
 
 def _shapes(graph: Graph, op: Op) -> list[tuple[int, ...]]:
     """Of all results of an operator, as its operands are."""
-    return [tuple(result.shape) for result in on_shapes(graph, op, op.target)]
+    return [tuple(result.shape) for result in call_on_shapes(graph, op, op.target)]
