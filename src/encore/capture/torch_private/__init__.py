@@ -17,7 +17,7 @@ from encore.capture.torch_private.dynamo import (
     warn_of_recurrent_layers,
     whole_graphs,
 )
-from encore.capture.torch_private.eager_operators import TRACED_KERNELS, composite, eager_operators
+from encore.capture.torch_private.eager_kernels import TRACED_KERNELS, composite, eager_operators
 from encore.capture.torch_private.fake_tensors import fake_mode, fake_window, is_plain_fake
 from encore.capture.torch_private.joint_graph import (
     checkpointed,

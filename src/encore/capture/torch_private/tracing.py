@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from encore.capture.torch_private.autograd_node import hooked_nodes
-from encore.capture.torch_private.eager_operators import eager_operators
+from encore.capture.torch_private.eager_kernels import eager_operators
 from encore.graph.torch_private import FakeTensorMode
 
 Partition = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
