@@ -46,7 +46,7 @@ def wave_kernel() -> Kernel:
 def check_kernel(store: KernelStore, kernel: Kernel, *, fresh: int) -> None:
     """It is there, compiled now or before, and right."""
     made = store.compile([kernel])
-    assert dict(made.refused) == {}
+    assert dict(made.failed) == {}
     assert made.fresh == fresh
     x = torch.randn(3, 5)
     assert_close(made.compiled[kernel.key].call([x])[-1], wave(x))
@@ -230,7 +230,7 @@ def test_no_place_for_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kernels, "private_directory", full)
     made = KernelStore(folder).compile([kernel])
     assert dict(made.compiled) == {}
-    assert "No space left on device" in made.refused[kernel.key]
+    assert "No space left on device" in made.failed[kernel.key]
 
 
 def test_a_library_that_cannot_be_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_a_library_that_cannot_be_loaded(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(kernels, "_load_extension", forbid)
     made = KernelStore(folder).compile([kernel])
     assert dict(made.compiled) == {}
-    assert "Operation not permitted" in made.refused[kernel.key]
+    assert "Operation not permitted" in made.failed[kernel.key]
     assert made.fresh == 0
 
 

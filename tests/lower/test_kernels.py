@@ -122,7 +122,7 @@ def test_kernels_give_what_their_operators_give_one_by_one() -> None:
     """All in one go, since the compiler takes a second for each file."""
     kernels = {name: kernel_of(function, *args) for name, (function, args) in FUNCTIONS.items()}
     made = kernel_store().compile(kernels.values())
-    assert not made.refused
+    assert not made.failed
     for name, kernel in kernels.items():
         operands = [made_up(operand) for operand in kernel.operands]
         expected = one_by_one(kernel, copy.deepcopy(operands))
@@ -155,7 +155,7 @@ def test_another_store_on_the_same_folder_loads_what_the_first_compiled(folder: 
     second = KernelStore(folder)
     assert second.workspace(kernel) == 0
     made = second.compile([kernel])
-    assert (made.fresh, dict(made.refused), list(made.compiled)) == (0, {}, [kernel.key])
+    assert (made.fresh, dict(made.failed), list(made.compiled)) == (0, {}, [kernel.key])
     assert_close(made.compiled[kernel.key].call([x])[-1], wave(x))
 
 
@@ -266,7 +266,7 @@ def test_a_kernel_that_the_compiler_refuses_leaves_the_others(folder: Path, monk
     monkeypatch.setattr(kernels, "extension_source", extension_source)
     planned, caught = train_beside_eager()
     assert fused_actions(planned)
-    assert_warned_once(caught, "the C++ compiler refused it")
+    assert_warned_once(caught, "the C++ compiler rejects it")
     assert_warned_once(caught, "no tangents today")
 
 
@@ -274,7 +274,7 @@ def test_what_a_store_refuses_it_names(folder: Path, monkeypatch: pytest.MonkeyP
     kernel = kernel_of(wave, matrix())
     monkeypatch.setattr(torch_private, "missing_compiler", lambda: "none")
     made = KernelStore(folder).compile([kernel])
-    assert (dict(made.compiled), dict(made.refused), made.fresh) == ({}, {kernel.key: "none"}, 0)
+    assert (dict(made.compiled), dict(made.failed), made.fresh) == ({}, {kernel.key: "none"}, 0)
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

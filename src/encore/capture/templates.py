@@ -1,4 +1,4 @@
-"""What makes two calls alike, and what it takes to paste a traced call where others like it stand."""
+"""Keys by which calls are equal, and traced calls as templates that can be pasted for every equal call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from encore.graph.torch_private import OpOverload
 
 
 def frozen(argument: Any) -> Hashable:
-    """Equal for arguments that a call cannot tell apart. `1`, `1.0` and `True` are equal in Python only."""
+    """A key that is equal for arguments with which a call does the same. (`1`, `1.0` and `True` are equal in
+    Python.)"""
     if isinstance(argument, fx.Node):
         return frozen(argument.meta.get("example_value"))
     if isinstance(argument, torch.Tensor):
@@ -36,11 +37,11 @@ def frozen(argument: Any) -> Hashable:
 
 
 class TensorWindow(NamedTuple):
-    """Where a traced tensor looks: at memory of its own, or at that of a tensor traced before it."""
+    """The memory of a traced tensor: a storage of its own, or that of a tensor traced before it."""
 
     home: fx.Node | None
     position: int
-    """Which of several results of `home`."""
+    """The position among the results of `home`."""
     offset: int
     """From the first element of that tensor."""
     layout: TensorLayout
@@ -66,7 +67,7 @@ def template_of(trace: CallTrace) -> Template:
     for node in (*trace.operands, *tangents, *trace.forward, *trace.backward):
         if isinstance(node, Arrival):
             continue
-        _refuse_what_depends_on_its_place(node)
+        _check_computes(node)
         windows[node] = tuple(
             None if tensor is None else _window_of(node, position, tensor, homes)
             for position, tensor in enumerate(tensors_of(node))
@@ -74,18 +75,18 @@ def template_of(trace: CallTrace) -> Template:
     return Template(trace, windows)
 
 
-def _refuse_what_depends_on_its_place(node: fx.Node) -> None:
+def _check_computes(node: fx.Node) -> None:
     if node.op != "call_function" or node.target is operator.getitem:
         return
     if not isinstance(node.target, OpOverload) or classify(node.target) in NEVER_PASTED:
         raise NotRepeatableError(f"{node.target} does more than compute")
     if "as_strided" in node.target.overloadpacket.__name__:
-        raise NotRepeatableError(f"{node.target} counts from the beginning of a storage")
+        raise NotRepeatableError(f"the offset of {node.target} is relative to a whole storage")
 
 
 def _window_of(node: fx.Node, position: int, tensor: Any, homes: dict[int, tuple[fx.Node, int, int]]) -> TensorWindow:
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_neg():
-        raise NotRepeatableError(f"{node.target} gives something else than a plain tensor")
+        raise NotRepeatableError(f"{node.target} returns something that is not a plain tensor")
     storage = tensor.untyped_storage()
     offset = int(tensor.storage_offset())
     home = homes.setdefault(storage._cdata, (node, position, offset))
@@ -100,6 +101,6 @@ def _window_of(node: fx.Node, position: int, tensor: Any, homes: dict[int, tuple
 
 
 def tensors_of(node: fx.Node) -> tuple[Any, ...]:
-    """What a node returns, as a tuple."""
+    """Return the results of a node, as a tuple."""
     val = node.meta.get("val")
     return tuple(val) if isinstance(val, tuple | list) else (val,)

@@ -55,8 +55,8 @@ def fuse_plan(plan: Plan, workspaces: Workspaces, store: KernelStore, *, compile
             made = store.compile(kernels.values())
             compiled = made.compiled
             fresh += made.fresh
-            refused.update(made.refused)
-            if made.refused:
+            refused.update(made.failed)
+            if made.failed:
                 continue
         for key, kernel in kernels.items():
             known = store.workspace(kernel)
