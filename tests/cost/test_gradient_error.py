@@ -11,7 +11,7 @@ from torch import nn
 from encore.cost.gradient_error import (
     compare_gradients,
     lower_in_memory,
-    made_up_tangents,
+    random_tangents,
     run_gradients,
     why_unmeasurable,
 )
@@ -75,7 +75,7 @@ def test_runs_have_the_same_draws_and_leave_no_trace() -> None:
     assert hidden is not None
     size = 32 * 64 * 2
     schedule = schedule_step(carry_out(graph, Choice(encode=frozenset({Encoded(hidden, "fp16", size)})), exact=True))
-    tangents = made_up_tangents(graph)
+    tangents = random_tangents(graph)
     assert [float(tangent) for tangent in tangents] == [1.0]
     state = torch.get_rng_state()
 
@@ -103,7 +103,7 @@ def test_steps_that_may_not_run_twice_are_not_measured() -> None:
 
 def test_tangents_without_a_loss_are_noise_from_a_seed() -> None:
     graph = captured(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)), torch.randn(4, 8)).unplanned.schedule.graph
-    (first,), (second,) = made_up_tangents(graph), made_up_tangents(graph)
+    (first,), (second,) = random_tangents(graph), random_tangents(graph)
     assert first.shape == (4, 8)
     assert torch.equal(first, second)
     assert first.std() > 0

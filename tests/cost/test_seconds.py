@@ -20,7 +20,7 @@ from encore.compiler.fuse import kernels_of
 from encore.cost import Seconds, kernel_timing, rates, seconds, time_kernels
 from encore.cost.flops import count_flops
 from encore.cost.kernel_timing import kernel_seconds
-from encore.cost.probe import made_up, made_up_call
+from encore.cost.probe import random_call, random_tensor
 from encore.cost.seconds import may_run
 from encore.cost.timing import seconds_of
 from encore.graph import Graph, Op, OpClass
@@ -135,7 +135,7 @@ def test_writing_over_an_operand_is_timed_as_such() -> None:
     operand = op.reads[0]
     assert asked(graph, op) > 0
     assert asked(graph, op, operand) > 0
-    call = made_up_call(graph, op, operand)
+    call = random_call(graph, op, operand)
     assert call() is call.keywords["out"]  # type: ignore[attr-defined]
     keys = [key for key in asked._cache._loaded() if "aten.tanh.default" in key]
     assert [key.endswith(" over") for key in keys] == [False, True]
@@ -201,7 +201,7 @@ def test_an_operator_that_refuses_made_up_operands_is_guessed_and_logged(
     monkeypatch.setattr(seconds, "op_seconds", refuse)
     with caplog.at_level(logging.INFO, logger="encore"):
         assert Seconds(run=True)(graph, op) > 0
-    assert "the seconds of aten.mm.default are a guess: it could not be run (not with zeros)" in caplog.text
+    assert "the seconds of aten.mm.default are an estimate: it cannot be run (not with zeros)" in caplog.text
 
 
 @pytest.mark.parametrize("nonsense", [0, -1.0, math.nan, math.inf])
@@ -384,14 +384,14 @@ def test_operands_that_a_kernel_writes_over_are_made_good() -> None:
 @pytest.mark.parametrize("stride", [(8, 1), (1, 3), (0, 1), (16, 2)])
 def test_a_made_up_operand_is_laid_out_as_promised(stride: tuple[int, int], offset: int) -> None:
     operand = Operand((3, 8), stride, torch.float32, "cpu", aligned=not offset)
-    tensor = made_up(operand, "cpu", torch.Generator(), offset=offset)
+    tensor = random_tensor(operand, "cpu", torch.Generator(), offset=offset)
     assert (tuple(tensor.shape), tensor.stride(), tensor.storage_offset()) == ((3, 8), stride, offset)
     assert tensor.isfinite().all()
 
 
 def test_noise_goes_on_to_the_end_of_a_large_tensor() -> None:
     operand = Operand((3, 70_001), (70_001, 1), torch.float32, "cpu", aligned=True)
-    tensor = made_up(operand, "cpu", torch.Generator())
+    tensor = random_tensor(operand, "cpu", torch.Generator())
     assert 0.9 < float(tensor.std()) < 1.1
     assert float(tensor[-1, -100:].std()) > 0
 

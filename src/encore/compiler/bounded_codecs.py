@@ -37,7 +37,7 @@ from encore.cost.gradient_error import (
     gradient_bytes,
     lossy_codec,
     lower_in_memory,
-    made_up_tangents,
+    random_tangents,
     run_gradients,
     why_unmeasurable,
 )
@@ -103,7 +103,7 @@ class BoundedCodecs:
         """The pairs that a planner may use. None is admitted where nothing can be measured."""
         with self._measuring():
             if not self.why_none:
-                self.tangents = self.tangents or made_up_tangents(self.planner.graph)
+                self.tangents = self.tangents or random_tangents(self.planner.graph)
                 base = self._base()
                 if not self.why_none:
                     self._price(base)

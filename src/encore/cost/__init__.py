@@ -1,6 +1,6 @@
-"""Seconds and bytes: what is measured, and kept on disk per machine; arithmetic where nothing is.
+"""Seconds and bytes: measured and cached per machine, or estimated if they cannot be measured.
 
-`measure` asks the allocator about a call, `workspace` about single operators, `seconds` the clock; `cache` remembers.
+`allocations` measures the memory of a call, `workspace` that of single operators, `seconds` their time.
 """
 
 from encore.cost.allocations import Measurement, measure

@@ -1,8 +1,8 @@
-"""Values that operators accept: the domain of every operand that is not free to be any number.
+"""Values that operators accept: the domain of every operand that may not be any number.
 
-Operators are probed on made-up operands. On some numbers they raise, read out of bounds or, on CUDA, end the process's
+Operators are probed on random operands. On some numbers they raise, read out of bounds or, on CUDA, end the process's
 context with a device assertion. So each operand that an operator checks, indexes by or iterates over is drawn from its
-domain: `DOMAINS`, by operator and argument name. Operands that the table does not mention get noise (floating point)
+domain: `DOMAINS`, by operator and argument name. Operands that are not in the table get noise (floating point)
 or zeros (integers, booleans), which are within the bounds of every dimension that is not empty.
 
 Sources: `TORCH_CHECK`, `CUDA_KERNEL_ASSERT` and index arithmetic in ATen's kernels (aten/src/ATen/native) of PyTorch
@@ -55,7 +55,7 @@ class Domain(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Floating-point numbers that are spread over an interval; ones where the operand holds anything else."""
+    """Floating-point numbers from an interval; ones if the operand has another type."""
 
     low: float
     high: float
@@ -121,8 +121,8 @@ class EachDimension:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Lengths of parts that make up the size of argument `of` along `axis`, or the number that it is, as equal as can
-    be; ones if the argument is not given."""
+    """Lengths of parts that make up the size of argument `of` along `axis`, or the number that it is, as equal as
+    possible; ones if the argument is not given."""
 
     of: str
     axis: str | None = None
@@ -136,8 +136,8 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """Where parts of argument `of` along `axis` begin; their end as well if `ends` says so (the name of a flag, or a
-    constant)."""
+    """Where parts of argument `of` along `axis` begin; their end as well if `ends` (the name of a flag, or a
+    constant) is true."""
 
     of: str
     axis: str | None = None
@@ -396,7 +396,7 @@ DOMAINS: Mapping[str, Mapping[str, Domain]] = {
 
 
 def domain_key(op: Op) -> str:
-    """What a measurement's key has to say about the values of operands: workspaces may depend on them."""
+    """The part of a measurement's key about the values of operands, on which workspaces may depend."""
     return " in domain" if _aten_name(op) in DOMAINS else ""
 
 
@@ -407,14 +407,14 @@ def _aten_name(op: Op) -> str:
 
 
 ELEMENT_BY_ELEMENT = (Between, Constant, Indices, EachDimension, WholeSize)
-"""Domains that do not depend on where an element is: they fill memory, whatever its layout."""
+"""Domains that do not depend on the position of an element: they fill memory of any layout."""
 
 Fill = Callable[[torch.Tensor, torch.Tensor, torch.Generator], None]
 """Writes to the memory of a tensor: called with the memory, flat, the tensor in it, and a generator."""
 
 
 def operand_domains(graph: Graph, op: Op) -> dict[int, Fill]:
-    """How to fill every value among the operands that has a domain."""
+    """Return a function that fills it for every operand with a domain."""
     call = ProbedCall(graph, op)
     found: dict[int, Fill] = {}
     for name, domain in DOMAINS.get(call.name, {}).items():
@@ -427,7 +427,7 @@ def operand_domains(graph: Graph, op: Op) -> dict[int, Fill]:
 
 
 def fill_by_default(memory: torch.Tensor, tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Noise for floating point, zeros for the rest."""
+    """Fill with noise if it is floating point, else with zeros."""
     if memory.is_floating_point() or memory.is_complex():
         _repeat(memory, lambda part: part.normal_(generator=generator))
     else:
