@@ -32,10 +32,10 @@ PLAIN_LINES = 10
 
 @contextlib.contextmanager
 def progress(label: str, total: int, *, lines: bool = True, done: int = 0) -> Iterator[Advance]:
-    """Gives a function to call after each of `total` pieces of work, with a note on how it went; `done` of them were
-    done before. Without a terminal and with `lines=False` it says nothing.
+    """Yield a function to call with a note after each of `total` pieces of work; `done` of them were done before.
+    Without a terminal and with `lines=False` nothing is printed.
 
-    The bar is drawn from these calls alone: a thread that redraws it would disturb the step being timed.
+    The bar is drawn in these calls alone: a thread that redraws it would disturb the step being timed.
     """
     if sys.stderr.isatty():
         with _bar() as bar:
@@ -48,7 +48,7 @@ def progress(label: str, total: int, *, lines: bool = True, done: int = 0) -> It
 
 @contextlib.contextmanager
 def notes(label: str) -> Iterator[Advance]:
-    """As `progress`, for work whose amount is not known: what is being done now, after how long."""
+    """Like `progress`, for an unknown amount of work: show the last note and the time."""
     if sys.stderr.isatty():
         columns = (TextColumn("{task.description}"), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as line:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
+
+from encore.tiers.limits import available_memory
 
 MOST_BYTES = 4 << 30
 """The most bytes of operands and results of a call that is measured."""
@@ -31,12 +31,8 @@ def sets_of_operands(footprint: int) -> int:
 
 
 def _available() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return UNKNOWN_BYTES
-    kilobytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return UNKNOWN_BYTES if kilobytes is None else int(kilobytes) << 10
+    found = available_memory()
+    return UNKNOWN_BYTES if found is None else found
 
 
 def step_has_room(footprint: int, *, cuda: bool) -> bool:
