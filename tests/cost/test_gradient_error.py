@@ -92,7 +92,7 @@ def test_runs_have_the_same_draws_and_leave_no_trace() -> None:
 
 def test_steps_that_may_not_run_twice_are_not_measured() -> None:
     graph = captured(Dropping(), torch.randn(32, 16)).unplanned.schedule.graph
-    assert "made by PyTorch" in why_unmeasurable(graph, [None] * len(graph.primals))
+    assert "created by PyTorch" in why_unmeasurable(graph, [None] * len(graph.primals))
     assert why_unmeasurable(graph, [torch.ones(1)] * len(graph.primals)) == ""
     from encore.graph import OpClass
 
