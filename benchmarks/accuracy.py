@@ -29,7 +29,7 @@ from benchmarks.schema import Layout, Written
 from benchmarks.workloads import TINY_SIZES, Workload, build
 from encore.codecs import CODECS, Codec
 from encore.machine import Machine, this_machine
-from encore.progress import progress
+from encore.terminal import progress
 
 SIZES: dict[str, dict[str, int]] = {
     "vgg16": {"batch_size": 32, "width": 16, "resolution": 32, "classes": 10},

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from encore.compare.trainee import interleaved_times, median_ratio
-from encore.cost.measure import measure
+from encore.cost.allocations import measure
 from encore.rnn import reference
 
 ROUNDS, QUICK_ROUNDS = 9, 3

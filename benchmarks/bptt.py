@@ -36,9 +36,9 @@ from encore.bptt.actions import Advance, Tape
 from encore.bptt.revolve import Revolve
 from encore.bptt.run import ScanRun
 from encore.cost import measure
-from encore.cost.allocator import AllocatorEvents
+from encore.cost.torch_private import AllocatorEvents
 from encore.machine import Machine, this_machine
-from encore.progress import progress
+from encore.terminal import progress
 
 BATCH, HIDDEN = 16, 128
 STATE_BYTES = 2 * BATCH * HIDDEN * 4

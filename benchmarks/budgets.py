@@ -12,7 +12,7 @@ import torch
 import encore
 from benchmarks.workloads import Workload, build
 from encore.compare.trainee import Trainee, interleaved_times, median_ratio, ratio_spread, relative_distance
-from encore.progress import progress
+from encore.terminal import progress
 
 BUDGETS = 10
 

@@ -30,7 +30,7 @@ from encore.compare.contest import EAGER, Contest
 from encore.compare.outcome import Outcome
 from encore.compare.trainee import Trainee, median_ratio
 from encore.machine import Machine, this_machine
-from encore.progress import progress
+from encore.terminal import progress
 
 ROUNDS, QUICK_ROUNDS = 5, 2
 FEWER_ROUNDS = {"gist": 3}

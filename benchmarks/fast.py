@@ -39,7 +39,7 @@ from encore.compare.trainee import (
     relative_distance,
 )
 from encore.machine import Machine, this_machine
-from encore.progress import progress
+from encore.terminal import progress
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKLOADS = ("transformer", "resnet", "nmt", "speech", "lm")

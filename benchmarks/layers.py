@@ -28,9 +28,9 @@ from benchmarks.attention import AttentionRow, attention_rows
 from benchmarks.schema import Layout, Written
 from encore.compare.trainee import median_ratio, ratio_spread
 from encore.machine import Machine, this_machine
-from encore.progress import progress
 from encore.rnn import tuning
 from encore.rnn.layer import kernels_for
+from encore.terminal import progress
 
 THEIRS, PRODUCTS = "torch.nn", "products alone"
 SECONDS, QUICK_SECONDS = 3.0, 0.5

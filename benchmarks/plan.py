@@ -14,7 +14,7 @@ from benchmarks.planning import SIZES, PlanningTime, planning_time
 from benchmarks.schema import Layout, Written
 from benchmarks.workloads import TINY_SIZES, build
 from encore.machine import Machine, this_machine
-from encore.progress import progress
+from encore.terminal import progress
 
 ROUNDS, QUICK_ROUNDS = 3, 1
 

@@ -24,8 +24,8 @@ from encore.api import compiled_call
 from encore.compare.contest import WARM_UP
 from encore.compare.trainee import SEED, Trainee
 from encore.machine import Machine, this_machine
-from encore.progress import Advance, progress
 from encore.schedule import simulate
+from encore.terminal import Advance, progress
 
 WORKLOADS = ("nmt", "transformer", "resnet", "speech")
 ROUNDS, QUICK_ROUNDS = 9, 7

@@ -263,7 +263,7 @@ def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.Captu
 def test_plan_tells_of_a_missing_folder_before_it_plans(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "targets_of_test_cli:broken", option, "nowhere/x"]) == 1
     assert capsys.readouterr().err == (
-        "encore: nowhere/x cannot be written: there is no folder 'nowhere'; make it first\n"
+        "encore: nowhere/x cannot be written: there is no folder 'nowhere'; create it first\n"
     )
 
 

@@ -52,7 +52,7 @@ def test_budgets_that_are_refused_say_what_is_accepted(written: Any) -> None:
         ({"resident": True}, "bytes"),
         ({"recompile_limit": 0}, "at least 1"),
         ({"lowering": "fast"}, "'eager'"),
-        ({"methods": "compress"}, "'compress' is not a way to keep less; there are .*'encode'"),
+        ({"methods": "compress"}, "'compress' is not a method; there are .*'encode'"),
         ({"methods": ()}, "names none"),
         ({"lossy": "bits"}, "'bits' is not a lossy codec; there are .*'fp16'"),
         ({"lossy": 0}, "lossy=0 is not a bound on the relative gradient error; give True, False"),

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.pairs import PairedTimes, paired_times
 from encore.errors import BudgetError, OptionError
 from encore.options import parse_budget
-from encore.progress import notes
+from encore.terminal import notes
 from encore.units import bytes_text, seconds_text
 from examples.train.search import Estimates, largest_within
 from examples.train.settings import Settings, Size

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from encore.errors import OptionError
 from encore.options import optimizer_bytes
-from encore.progress import progress
+from encore.terminal import progress
 from examples.train.checkpoint import Checkpoints
 from examples.train.errors import StoppedError
 from examples.train.history import History, Score

@@ -1,4 +1,4 @@
-"""The verbs of Encore: compile, estimate, report, verify."""
+"""`encore.compile`, `encore.estimate` and `encore.report`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def compile(model: Model | None = None, **options: Any) -> Any:
     """Plan the training step of a module or function; the plan is made at its first call with gradients enabled.
 
     A module is compiled in place and returned: its identity, parameters, `state_dict`, hooks and source stay as they
-    are. A function gives a new function. Without a model, a decorator is returned.
+    are. For a function, a new function is returned. Without a model, a decorator is returned.
 
     Options: `budget` (bytes, "2GiB", "60%", "min") bounds resident + step_peak and takes the fastest plan that fits;
-    `overhead` (default 0.05) takes the smallest peak within that extra time; `plan` uses one made before; `keep` names
-    modules to leave alone; `methods` names what may be done with feature maps ("recompute", "encode", "stash"); `lossy`
-    allows lossy codecs within a bound on the relative gradient error (True: 0.01), or by name without one, and
-    `lossy_check` measures that error again every so many steps; `tiers` names where they may go ("disk"); `optimizer`
-    or `resident` count bytes that live beside the step; `lowering`, `skip`, `recompile_limit`: see
-    `encore.options.Options`.
+    `overhead` (default 0.05) takes the smallest peak within that extra time; `plan` uses a saved one; `keep` names
+    modules whose activations are kept; `methods` names what may be done with the others ("recompute", "encode",
+    "stash"); `lossy` allows lossy codecs within a bound on the relative gradient error (True: 0.01), or by name without
+    one, and `lossy_check` measures that error again every so many steps; `tiers` names where activations may be
+    offloaded to ("disk"); `optimizer` or `resident` add bytes that stay allocated during the step; `lowering`, `skip`,
+    `recompile_limit`: see `encore.options.Options`.
     """
     checked = make_options(options)
     if model is None:
@@ -64,7 +64,8 @@ def _compile_module(model: nn.Module, session: Session) -> None:
 
 
 def _trains_by_method(model: nn.Module) -> bool:
-    """Is this a LightningModule? Lightning's loop calls its `training_step`, which need not call the module."""
+    """Return whether this is a LightningModule, whose `training_step` is called by Lightning's loop and need not call
+    the module."""
     kinds = [kind for kind in type(model).__mro__ if kind.__name__ == "LightningModule"]
     lightning = any(kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning") for kind in kinds)
     return lightning and bool(getattr(model, "automatic_optimization", True))
@@ -83,15 +84,15 @@ def _require_trainable(model: nn.Module) -> None:
 
 
 def report(model: Callable[..., Any]) -> Report:
-    """What Encore did to a compiled model, after its first step."""
+    """Return the report of a compiled model, after its first step."""
     found = _find_sessions(model)
     graphs = [graph for session in found for graph in session.last_step]
     if not graphs:
-        raise NeverRunError(_why_nothing_is_planned(model, found))
+        raise NeverRunError(_why_there_is_no_plan(model, found))
     return report_of(found[0].name, graphs, found[0].options, [plain for session in found for plain in session.plain])
 
 
-def _why_nothing_is_planned(model: Any, found: list[Session]) -> str:
+def _why_there_is_no_plan(model: Any, found: list[Session]) -> str:
     plain = [graph for session in found for graph in session.plain]
     if plain:
         why = f"ran as plain PyTorch, so there is no plan to report: {plain[0].reason}"
@@ -101,7 +102,7 @@ def _why_nothing_is_planned(model: Any, found: list[Session]) -> str:
         why = "ran, but no call led to a gradient; give it a trainable parameter, or an input with requires_grad=True"
     else:
         why = (
-            "has not run a training step yet; run one, or ask encore.estimate(model, *args) for a prediction that "
+            "has not run a training step yet; run one, or call encore.estimate(model, *args) for a prediction that "
             "runs nothing"
         )
     return f"{_name(model)} {why}"
@@ -133,10 +134,10 @@ def _name(model: Any) -> str:
 
 
 def estimate(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Estimate:
-    """What a training step of the model would take. Nothing runs and nothing is allocated.
+    """Estimate the memory and seconds of a training step. Nothing runs and nothing is allocated.
 
-    Module and arguments may be real, on the meta device, or larger than this machine: shapes are all that is looked
-    at. A plain function is called as it is, so what it closes over must be real.
+    Module and arguments may be real, on the meta device, or larger than the memory of this machine: only their shapes
+    are read. A plain function is called as it is, so tensors that it closes over must be real.
     """
     return estimate_with(make_options({}), model, args, kwargs)
 
@@ -144,7 +145,7 @@ def estimate(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Estimate:
 def estimate_with(
     options: Options, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Estimate:
-    """What a training step of the model would take that is compiled with these options."""
+    """Estimate a training step of a model that is compiled with these options."""
     plain = model.plain if isinstance(model, CompiledCall) else model
     session = Session(_name(plain), options, mode=Mode.ESTIMATE)
     twin, fake_args, fake_kwargs, mode = fake_twin(plain, args, kwargs)
@@ -156,14 +157,14 @@ def estimate_with(
     if not session.graphs:
         raise OptionError(
             f"a call of {_name(plain)} with these arguments leads to no gradient; "
-            "estimate wants a training step: a trainable parameter, or an input with requires_grad=True"
+            "encore.estimate needs a training step: a trainable parameter, or an input with requires_grad=True"
         )
     graphs = session.last_step
     return Estimate(report_of(session.name, graphs, session.options, session.plain), tuple(graphs), session.options)
 
 
 def compiled_call(model: Callable[..., Any]) -> CompiledCall:
-    """The replacement of the call of a compiled module or function."""
+    """Return the compiled call of a module or function."""
     if isinstance(model, CompiledCall):
         return model
     call = getattr(model, "_compiled_call_impl", None)

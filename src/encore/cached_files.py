@@ -1,8 +1,8 @@
-"""Files of the cache: read only if no other user could have written them, written whole, and checked by their hash.
+"""Files of the cache: read only if no other user could have written them, written atomically, and checked by a hash.
 
-A record is a JSON object with the SHA-256 of the rest of it in one of its fields. A library or header has its SHA-256
-in a record. So a file that was cut off, mixed up or damaged is as good as none: its content is made again. Processes
-share the cache without waiting for each other: a file takes its place in one rename.
+A record is a JSON object with the SHA-256 of its other fields in one field. A library or header has its SHA-256 in a
+record. So a file that is truncated, mixed up or damaged is treated as missing. Processes share the cache without
+waiting for each other: a file is replaced by a rename.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SHA256 = "sha256"
 
 
 class CachedFileError(Exception):
-    """A file of the cache that is missing, damaged or not trusted: what it held must be made again."""
+    """A file of the cache is missing, damaged or not trusted; its content must be computed again."""
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record that `write_record` wrote; raises `CachedFileError` for anything else."""
+    """Read a record that `write_record` wrote; raise `CachedFileError` for anything else."""
     with _opened(path) as descriptor, _opened_file(descriptor) as file:
         content = file.read()
     try:
@@ -45,7 +45,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a record of strings, numbers, lists and dictionaries. The system's errors come as they are."""
+    """Write a record of strings, numbers, lists and dictionaries. Raises the system's errors unchanged."""
     write_cached(path, json.dumps({**record, SHA256: digest(record)}).encode())
 
 
@@ -55,7 +55,7 @@ def digest(record: Mapping[str, Any]) -> str:
 
 
 def write_cached(path: Path, content: bytes) -> None:
-    """Write a file that only this user can read and write. The system's errors come as they are."""
+    """Write a file that only this user can read and write. Raises the system's errors unchanged."""
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=PARTIAL)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -68,7 +68,8 @@ def write_cached(path: Path, content: bytes) -> None:
 
 
 def take_place(made: Path, path: Path) -> None:
-    """Rename a finished file to its place, once its content is on the disk. Its name may be lost in a power cut."""
+    """Rename a finished file to its final path, once its content is on the disk. The rename may be lost in a power
+    cut."""
     descriptor = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fchmod(descriptor, stat.S_IRUSR | stat.S_IWUSR)  # compilers follow the umask
@@ -79,13 +80,13 @@ def take_place(made: Path, path: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """The hash of a file that no other user could have written; raises `CachedFileError` if there is none."""
+    """The hash of a file that no other user could have written; raises `CachedFileError` if there is no such file."""
     with _opened(path) as descriptor, _opened_file(descriptor) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_intact(path: Path, sha256: str) -> bool:
-    """Is the file trusted, and the one that was written?"""
+    """Return whether a file is trusted and has this hash."""
     try:
         return file_digest(path) == sha256
     except CachedFileError:
@@ -94,7 +95,7 @@ def is_intact(path: Path, sha256: str) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor of a trusted file. What is checked is what is read, whatever the name means a moment later."""
+    """A descriptor of a trusted file: the file that is checked is the one that is read, even if its path changes."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
@@ -105,7 +106,7 @@ def _opened(path: Path) -> Iterator[int]:
             raise CachedFileError(f"{shown(path)} is not a file")
         why = reason_of_status(path, found)
         if why:
-            warn_once(f"encore: {shown(path)} is not trusted, since {why}; it is made again")
+            warn_once(f"encore: {shown(path)} is not trusted, since {why}; it is computed again")
             raise CachedFileError(why)
         yield descriptor
     except OSError as error:
@@ -120,7 +121,7 @@ def _opened_file(descriptor: int) -> Any:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """While one process is here, others wait; where the file system has no locks, they do not."""
+    """Let one process at a time in; without locks in the file system, all of them."""
     with contextlib.ExitStack() as open_files:
         with contextlib.suppress(OSError):
             file = open_files.enter_context(path.open("ab"))
@@ -130,14 +131,14 @@ def locked(path: Path) -> Iterator[None]:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Warn of the same thing once in a process."""
+    """Give the same warning once in a process."""
     warnings.warn(message, stacklevel=3)
 
 
 def warn_unwritable(folder: Path, error: Exception) -> None:
-    """Warn once that a folder of the cache takes no more files."""
+    """Warn once that a folder of the cache cannot be written to."""
     why = getattr(error, "strerror", None) or str(error)
     warn_once(
-        f"encore: compiled code cannot be kept in {shown(folder)} ({why}); this process compiles it for itself. Make "
-        "room there, or set ENCORE_CACHE_DIR to another directory"
+        f"encore: compiled code cannot be written to {shown(folder)} ({why}); this process compiles it for itself. "
+        "Free space there, or set ENCORE_CACHE_DIR to another directory"
     )

@@ -1,6 +1,6 @@
-"""`ENCORE_CHECK=1`: every compiled step is checked while it is compiled and while it runs; slow, for finding bugs.
+"""`ENCORE_CHECK=1`: every step is checked while it is compiled and while it runs; slow, for finding bugs.
 
-The replayer follows what is lowered (`schedule/replay.py`), every operator is watched while it runs
+The replayer checks the schedule that is lowered (`schedule/replay.py`), every operator is checked while it runs
 (`lower/checked.py`), and the first call of every graph is compared with plain PyTorch (`compiler/first_call.py`).
 """
 
@@ -12,5 +12,5 @@ VARIABLE = "ENCORE_CHECK"
 
 
 def checks_enabled() -> bool:
-    """Is the environment variable set, and not to 0?"""
+    """Return whether the environment variable is set, and not to 0."""
     return os.environ.get(VARIABLE, "") not in ("", "0")

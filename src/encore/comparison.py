@@ -1,4 +1,4 @@
-"""Two runs of one step, compared number by number: outputs, gradients and buffers, by name."""
+"""Comparison of two runs of one step: outputs, gradients and buffers, by name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was compared, and how close it is."""
+    """The result of a comparison with eager."""
 
     compared: int
     """Tensors compared."""
     bit_equal: bool
     largest_difference: float
-    """Largest absolute difference found, 0.0 where everything is bit-equal."""
+    """The largest absolute difference; 0.0 if all tensors are bit-equal."""
 
     def __str__(self) -> str:
         how = "bit for bit" if self.bit_equal else f"within {self.largest_difference:.3g}"
@@ -27,17 +27,17 @@ class Verification:
 
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""How far a tensor may be from eager's, relative to its size, before float64 is asked who is right."""
+"""The distance of a tensor from eager's, relative to its norm, above which both are compared with float64."""
 NO_WORSE = 1.5
-"""Errors of a fused step against float64 may be this many times eager's own."""
+"""The errors of a fused step, compared with float64, may be this many times eager's."""
 NO_WORSE_ALONE = 10.0
-"""The same of a single tensor, whose own rounding may be unlucky."""
+"""The same for a single tensor, whose rounding errors vary more."""
 ALONE, OF_ALL = 1e-3, 1e-6
-"""What a single tensor may be off besides, as a share of its own norm and of the norm of all tensors together."""
+"""An error that a single tensor may have in any case, as a share of its own norm and of the norm of all tensors."""
 
 
 def compare(planned: Tensors, expected: Tensors, tolerance: tuple[float, float] | None) -> Verification:
-    """How far the two are apart; raises where that is beyond the tolerance (relative, absolute), if there is one."""
+    """Compare two runs; raise if a tensor exceeds the tolerance (relative, absolute), if there is one."""
     if planned.keys() != expected.keys():
         odd = sorted(planned.keys() ^ expected.keys())[0]
         raise VerificationError(f"only one of the two runs has {odd}; report this as a bug of Encore")
@@ -77,7 +77,8 @@ def equal_up_to_rounding(planned: Tensors, expected: Tensors) -> bool:
 
 
 def unlike(planned: Tensors, expected: Tensors) -> str:
-    """The first tensor that is further from eager's than rounding explains, where there is no float64 to ask."""
+    """Return a message on the first tensor that is further from eager's than rounding explains, for steps that cannot
+    run in float64; empty if there is none."""
     sizes = {name: _norm(want.double()) for name, want in expected.items()}
     for name, want in expected.items():
         apart = _norm(planned[name].double() - want.double())
@@ -90,27 +91,27 @@ def unlike(planned: Tensors, expected: Tensors) -> str:
 
 
 def compare_errors(planned: Tensors, expected: Tensors, exact: Tensors) -> None:
-    """All gradients together (and all outputs) must be no further from the truth than eager's are, and none of
-    them much further."""
+    """Raise if the gradients (outputs, buffers) are further from float64's than eager's are, all together or one of
+    them by much."""
     for kind in ("output", "gradient", "buffer"):
         names = [name for name in exact if name.startswith(kind) and exact[name].dtype is torch.float64]
-        mine = sum(_norm(planned[name].double() - exact[name]) ** 2 for name in names) ** 0.5
-        its = sum(_norm(expected[name].double() - exact[name]) ** 2 for name in names) ** 0.5
+        error = sum(_norm(planned[name].double() - exact[name]) ** 2 for name in names) ** 0.5
+        eagers = sum(_norm(expected[name].double() - exact[name]) ** 2 for name in names) ** 0.5
         size = sum(_norm(exact[name]) ** 2 for name in names) ** 0.5
-        if not mine <= NO_WORSE * its + ROUNDING[torch.float32] * size:
+        if not error <= NO_WORSE * eagers + ROUNDING[torch.float32] * size:
             raise VerificationError(
-                f"the {kind}s are {mine:.3g} away from those of a float64 copy of the model, eager's {its:.3g}"
+                f"the {kind}s are {error:.3g} away from those of a float64 copy of the model, eager's {eagers:.3g}"
             )
         for name in names:
-            apart, eagers = (_norm(found[name].double() - exact[name]) for found in (planned, expected))
-            if not apart <= NO_WORSE_ALONE * eagers + ALONE * _norm(exact[name]) + OF_ALL * size:
+            apart, eagers_apart = (_norm(found[name].double() - exact[name]) for found in (planned, expected))
+            if not apart <= NO_WORSE_ALONE * eagers_apart + ALONE * _norm(exact[name]) + OF_ALL * size:
                 raise VerificationError(
-                    f"{name} is {apart:.3g} away from that of a float64 copy of the model, eager's {eagers:.3g}"
+                    f"{name} is {apart:.3g} away from that of a float64 copy of the model, eager's {eagers_apart:.3g}"
                 )
 
 
 def cotangent(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """Ones for a loss, noise for anything larger: a gradient of ones hides errors that cancel."""
+    """A gradient for an output: one for a loss, noise for anything larger, since ones would hide errors that cancel."""
     if tensor.numel() == 1:
         return torch.ones_like(tensor)
     generator = torch.Generator(tensor.device).manual_seed(index)

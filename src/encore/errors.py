@@ -1,4 +1,4 @@
-"""What Encore raises: one family, and every message ends with what to do next."""
+"""The exceptions of Encore. Every message says what happened, why, and what to do."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 
 
 class EncoreError(Exception):
-    """The root of everything Encore raises on purpose."""
+    """The base class of the exceptions that Encore raises."""
 
 
 class OptionError(EncoreError, ValueError):
-    """An argument that Encore does not accept; the message names what it does accept."""
+    """An argument is not accepted; the message names what is."""
 
 
 class OperandError(OptionError, RuntimeError):
-    """Tensors that do not go together. PyTorch raises a `RuntimeError` for some of these and a `ValueError` for others:
-    who catches either catches this."""
+    """Tensors do not fit together. PyTorch raises a `RuntimeError` for some of these and a `ValueError` for others:
+    this is both."""
 
 
 class PlanError(EncoreError):
-    """A saved plan that cannot be read, or that was made for another graph."""
+    """A saved plan cannot be read, or is for another graph."""
 
 
 class MissingPackageError(EncoreError, ImportError):
-    """Something optional was asked for, and the package it takes is not installed; the message names the extra."""
+    """An optional feature needs a package that is not installed; the message names the extra."""
 
 
 class NeverRunError(EncoreError):
-    """Asked about a training step that has not happened yet."""
+    """No training step has run yet."""
 
 
 class VerificationError(EncoreError, AssertionError):
@@ -49,11 +49,11 @@ class WriteError(EncoreError, OSError):
 
 
 class TierError(EncoreError, OSError):
-    """Bytes could not be put aside or brought back: no room, an I/O error, or not the bytes that were stored."""
+    """Bytes cannot be stored or loaded: no space, an I/O error, or other bytes than were stored."""
 
 
 class ReplayError(EncoreError):
-    """A step that was run again did not do what it did before, so that its gradients would be wrong."""
+    """A step that is recomputed does something else than the first time, so that its gradients would be wrong."""
 
 
 class IllegalGraphError(EncoreError):
@@ -63,7 +63,7 @@ class IllegalGraphError(EncoreError):
 
 @dataclass(frozen=True)
 class Pin:
-    """One tensor that holds up the lowest reachable peak."""
+    """A tensor that is alive at the lowest reachable peak."""
 
     name: str
     module: str
@@ -80,8 +80,8 @@ after which a smaller batch is tried (accelerate/utils/memory.py, lightning/pyto
 
 
 class BudgetError(EncoreError, torch.OutOfMemoryError):
-    """The budget lies below the lowest peak Encore can reach. Code that catches `torch.OutOfMemoryError` to try a
-    smaller batch catches this, too."""
+    """The budget lies below the lowest peak Encore can reach. It is a `torch.OutOfMemoryError` for code
+    that catches that and tries a smaller batch."""
 
     def __init__(self, message: str, *, floor: int, pins: Sequence[Pin] = (), remedies: Sequence[str] = ()) -> None:
         super().__init__(f"{message}\n{LIKE_OUT_OF_MEMORY}")
@@ -99,5 +99,5 @@ class BudgetError(EncoreError, torch.OutOfMemoryError):
 
 
 def listed(names: Iterable[object]) -> str:
-    """Names as an error message lists them: sorted and quoted."""
+    """Names for an error message: sorted and quoted."""
     return ", ".join(repr(str(name)) for name in sorted(names, key=str))

@@ -1,9 +1,9 @@
-"""Where Encore keeps files between processes, and which of these places it trusts.
+"""The folders in which Encore keeps files between processes, and whether it trusts them.
 
 The cache holds code: sources that are executed and libraries that are loaded. It is trusted only if the directory,
 every directory above it and the folders in it belong to this user or to root, and no other user may write to them (a
-sticky directory such as `/tmp` may stand above it). Otherwise, and where there can be no cache, the process uses a
-private directory, which is removed at its end, and warns once.
+sticky directory such as `/tmp` may be above it). Otherwise, or if there can be no cache, the process uses a private
+directory, which is removed at its end, and warns once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 
 CACHE_VARIABLE = "ENCORE_CACHE_DIR"
 OWN = 0o700
-"""Mode of directories that Encore makes: other users may not even look."""
+"""Mode of directories that Encore creates: other users may not read them."""
 NOWHERE = Path(os.devnull) / "encore"
-"""Can be neither read nor written: the cache of a process that has no place at all for files."""
+"""A path that can be neither read nor written: the cache of a process without any place for files."""
 
 
 def cache_directory() -> Path:
@@ -35,11 +35,11 @@ def cache_directory() -> Path:
     try:
         return _trusted_or_private(_chosen_directory())
     except RuntimeError as error:  # from Path.home()
-        return _instead(f"there is no home directory for a cache ({error})")
+        return _private_cache(f"there is no home directory for a cache ({error})")
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of the cache, made if it is not there, and trusted like the cache itself."""
+    """A folder of the cache, created if it is missing, and trusted by the same rules as the cache."""
     return _folder_of(cache_directory(), name)
 
 
@@ -60,9 +60,9 @@ def _trusted_or_private(chosen: Path) -> Path:
             (reason for above in directory.parents if (reason := reason_for_distrust(above, sticky=True))), ""
         )
     except (OSError, ValueError) as error:  # ValueError: a null byte
-        return _instead(f"there can be no cache in {shown(chosen)} ({error})")
+        return _private_cache(f"there can be no cache in {shown(chosen)} ({error})")
     if why:
-        return _instead(f"the cache in {shown(chosen)} is not trusted, since {why}")
+        return _private_cache(f"the cache in {shown(chosen)} is not trusted, since {why}")
     return directory
 
 
@@ -74,13 +74,13 @@ def _folder_of(cache: Path, name: str) -> Path:
             folder.mkdir(OWN)
         why = reason_for_distrust(folder)
     except OSError:
-        return folder  # what is read or written there fails, and is reported then
+        return folder  # reads and writes there fail, and are reported then
     if not why:
         return folder
-    instead = _instead(f"the cache in {shown(folder)} is not trusted, since {why}") / name
+    folder = _private_cache(f"the cache in {shown(folder)} is not trusted, since {why}") / name
     with contextlib.suppress(OSError):
-        instead.mkdir(OWN, exist_ok=True)
-    return instead
+        folder.mkdir(OWN, exist_ok=True)
+    return folder
 
 
 def _make(directory: Path) -> None:
@@ -91,8 +91,8 @@ def _make(directory: Path) -> None:
 
 
 def reason_for_distrust(folder: Path, *, sticky: bool = False) -> str:
-    """Why other users could change what is in a folder; empty if they cannot. In a sticky one they may add names, and
-    may not touch those of others: that is enough for a directory above (`sticky=True`)."""
+    """Return why other users could change the contents of a folder; empty if they cannot. In a sticky one they may add
+    names but not change those of others, which is enough for a directory above (`sticky=True`)."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return f"{shown(folder)} is not a directory"
@@ -102,7 +102,7 @@ def reason_for_distrust(folder: Path, *, sticky: bool = False) -> str:
 
 
 def reason_of_status(path: Path, found: os.stat_result) -> str:
-    """Why other users could change a file or directory of this status; empty if they cannot."""
+    """Return why other users could change a file or directory of this status; empty if they cannot."""
     if found.st_uid not in _trusted_users():
         return f"{shown(path)} belongs to the user {found.st_uid}"
     by_group = found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)
@@ -112,8 +112,7 @@ def reason_of_status(path: Path, found: os.stat_result) -> str:
 
 
 def _trusted_users() -> tuple[int, ...]:
-    """This user and root. Where a container maps only some users, root's directories seem to belong to the one that
-    stands for all others."""
+    """This user and root. In a container that maps only some users, root's directories belong to the overflow user."""
     return (os.geteuid(), 0, *_unmapped_user())
 
 
@@ -127,7 +126,8 @@ def _unmapped_user() -> tuple[int, ...]:
 
 
 def _is_private(group: int) -> bool:
-    """Has this group no member but this user? Many systems give each user such a group, and let it write."""
+    """Return whether this user is the only member of a group. Many systems give each user such a group, and let it
+    write."""
     try:
         user = pwd.getpwuid(os.geteuid())
         found = grp.getgrgid(group)
@@ -139,8 +139,8 @@ def _is_private(group: int) -> bool:
 
 
 @functools.cache
-def _instead(why: str) -> Path:
-    """The private directory, after a warning."""
+def _private_cache(why: str) -> Path:
+    """Warn, and return the private directory."""
     warnings.warn(
         f"encore: {why}; kernels and measurements of this process go to a private directory, which is removed at its "
         f"end. Set {CACHE_VARIABLE} to a directory that only you can write to",
@@ -153,7 +153,7 @@ def _instead(why: str) -> Path:
 
 
 def private_directory() -> Path:
-    """A directory of this process and its forks alone, removed when the process ends."""
+    """A directory of this process and its forks, removed when the process ends."""
     return _private_directory()
 
 
@@ -165,7 +165,7 @@ def _private_directory() -> Path:
 
 
 def _remove(directory: Path, maker: int) -> None:
-    if os.getpid() == maker:  # a fork leaves it to the process that made it
+    if os.getpid() == maker:  # not in a fork
         shutil.rmtree(directory, ignore_errors=True)
 
 

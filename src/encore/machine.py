@@ -1,4 +1,4 @@
-"""The machine a number was measured on: enough to judge it by, nothing that names the owner."""
+"""The machine that numbers were measured on: what is needed to judge them, and nothing private."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from encore.measurements import processor_name
 from encore.units import bytes_text
 
-CPU_FACTS = Path("/proc/cpuinfo")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 COMPILERS = ("c++", "g++", "clang++")
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -28,8 +28,8 @@ class Machine:
 
     encore: str
     commit: str
-    """Of the repository that the package is run from, with a plus sign if its files were changed since; empty for an
-    installed package."""
+    """The commit of the repository that the package is run from, with a plus sign if files have changed since; empty
+    for an installed package."""
     date: str
     """The day, in UTC."""
     torch: str
@@ -37,10 +37,10 @@ class Machine:
     system: str
     processor: str
     cpu_capability: str
-    """The widest vector units PyTorch uses here."""
+    """The widest vector units that PyTorch uses."""
     cores: int
     threads: int
-    """How many of them PyTorch computes with."""
+    """How many of them PyTorch uses."""
     memory: int
     """Bytes this process may use: the machine's, or its container's if that is less."""
     compiler: str | None
@@ -50,7 +50,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Look around."""
+    """Return the facts about this machine."""
     from encore import __version__
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -61,7 +61,7 @@ def this_machine() -> Machine:
         torch=torch.__version__,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
-        processor=_processor(),
+        processor=processor_name() or platform.processor() or "unknown",
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
@@ -72,7 +72,7 @@ def this_machine() -> Machine:
 
 
 def _commit() -> str:
-    """What `git` says of the package's own repository; an installed package may lie in somebody else's."""
+    """The commit of the package's own repository; an installed package may be in a folder of another one."""
     if not (REPOSITORY / ".git").exists():
         return ""
     head, changes = _git("rev-parse", "--short=10", "HEAD"), _git("status", "--porcelain", "--", *CODE)
@@ -87,12 +87,6 @@ def _git(*arguments: str) -> str | None:
         return None
 
 
-def _processor() -> str:
-    lines = CPU_FACTS.read_text().splitlines() if CPU_FACTS.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or "unknown")
-
-
 def _memory() -> int:
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
@@ -100,16 +94,16 @@ def _memory() -> int:
 
 
 def _compiler() -> str | None:
-    """What `torch.utils.cpp_extension` would find: CXX if it is set, else the usual names."""
+    """The compiler of `torch.utils.cpp_extension`: CXX if it is set, else the usual names."""
     chosen = os.environ.get("CXX")
     found = next((path for name in ((chosen,) if chosen else COMPILERS) if (path := shutil.which(name))), None)
     if found is None:
         return None
     try:
-        told = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+        output = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return told.splitlines()[0].strip() if told.strip() else Path(found).name
+    return output.splitlines()[0].strip() if output.strip() else Path(found).name
 
 
 def machine_rows(machine: Machine) -> list[tuple[str, str]]:

@@ -1,9 +1,9 @@
-"""Measurements kept on disk, per machine and torch version, so that each is made once.
+"""Measurements cached on disk, per machine and torch version.
 
-One record in `cache_directory()`, with the name of the machine in it. It is replaced as a whole, so a reader never sees
-half a file; two processes that write at once lose at most each other's newest entries, which are measured again. A file
-that is damaged or not trusted, or that another machine has written, is ignored with one warning. Entries that cannot be
-measurements (NaN, infinite, negative) are neither written nor read.
+They are one record in `cache_directory()`, with a key of the machine. It is replaced atomically; two processes that
+write at once lose at most each other's newest entries, which are measured again. A file that is damaged or not trusted,
+or that another machine has written, is ignored with one warning. Entries that cannot be measurements (NaN, infinite,
+negative) are neither written nor read.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from encore.folders import cache_directory
 
 MACHINE, MEASUREMENTS = "machine", "measurements"
 LAYOUT = 2
-"""Of the file. The first had no hash."""
+"""The version of the file's layout. The first had no hash."""
 MOST = 2**63
-"""No number of bytes, seconds or bytes a second reaches this."""
+"""More than any number of bytes, seconds or bytes a second."""
 
 
 class MachineCache:
-    """A dictionary of numbers that survives the process."""
+    """A dictionary of numbers that is kept on disk."""
 
     def __init__(self, path: Path, machine: str | None = None) -> None:
         self.path = path
         self.machine = machine or machine_key()
         self._entries: dict[str, float] | None = None
         self._unsaved = False
-        self._complained = False
+        self._warned = False
         self._lock = threading.Lock()
 
     def get(self, key: str) -> float | None:
@@ -51,12 +51,12 @@ class MachineCache:
             self._unsaved = True
 
     def matching(self, prefixes: tuple[str, ...]) -> dict[str, float]:
-        """The entries whose keys begin in one of these ways."""
+        """The entries whose keys begin with one of these prefixes."""
         with self._lock:
             return {key: number for key, number in self._loaded().items() if key.startswith(prefixes)}
 
     def save(self) -> None:
-        """Write new entries, keeping those another process has added meanwhile."""
+        """Write new entries, and keep those that another process has added meanwhile."""
         with self._lock:
             if not self._unsaved:
                 return
@@ -65,7 +65,11 @@ class MachineCache:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 write_record(self.path, {MACHINE: self.machine, MEASUREMENTS: _sound(merged)})
             except OSError as error:
-                warnings.warn(f"encore: measurements could not be kept in {self.path}: {error}", stacklevel=2)
+                warnings.warn(
+                    f"encore: measurements cannot be written to {self.path} ({error}), so that other processes measure "
+                    "again; free space there, or set ENCORE_CACHE_DIR to another directory",
+                    stacklevel=2,
+                )
             self._unsaved = False
 
     def _loaded(self) -> dict[str, float]:
@@ -82,20 +86,20 @@ class MachineCache:
             return self._ignored(f"cannot be used ({error})")
         entries = found.get(MEASUREMENTS)
         if not isinstance(entries, dict):
-            return self._ignored("does not hold measurements")
+            return self._ignored("has no measurements")
         if found.get(MACHINE) != self.machine:
-            return self._ignored("holds measurements of another machine")
+            return self._ignored("has measurements of another machine")
         return _sound(entries)
 
     def _ignored(self, why: str) -> dict[str, float]:
-        if not self._complained:
+        if not self._warned:
             warnings.warn(f"encore: {self.path} {why}; measuring again", stacklevel=2)
-        self._complained = True
+        self._warned = True
         return {}
 
 
 def _sound(entries: Mapping[str, Any]) -> dict[str, float]:
-    """Those that can be measurements."""
+    """The entries that can be measurements."""
     return {key: number for key, number in entries.items() if _is_measurement(number)}
 
 
@@ -117,14 +121,20 @@ def machine_cache() -> MachineCache:
 
 @functools.cache
 def machine_key() -> str:
-    """A name for what measurements depend on: processor, its vector units, devices, torch."""
-    facts: list[Any] = [platform.machine(), _processor(), torch.backends.cpu.get_cpu_capability(), torch.__version__]
+    """A hash of what measurements depend on: processor, its vector units, devices, torch."""
+    facts: list[Any] = [
+        platform.machine(),
+        processor_name(),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.__version__,
+    ]
     if torch.cuda.is_available():
         facts += [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """The name of the processor, as the system reports it; empty if it does not."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

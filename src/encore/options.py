@@ -1,4 +1,4 @@
-"""What `encore.compile` can be told, checked before anything is traced."""
+"""The options of `encore.compile`, checked before anything is traced."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from encore.tiers import Tier, check_tiers
 from encore.units import MOST_BYTES, UNITS, number_and_unit, shown
 
 METHODS = method_names()
-"""What may become of a feature map that is not kept: computed again, held as a code, or, by a recurrent layer, built
-again from what it keeps."""
+"""What may be done with an activation that is not kept: recomputed, encoded or, in a recurrent layer, recomputed from
+what the layer stashes."""
 FUSED_PASSES = (
     "recurrent", "score_attention", "block_attention", "read_sizes", "mask_before_unpooling", "read_kept",
     "sign_masks", "narrow_masks", "channels_last", "split_convolutions", "sign_bits", "pool_maps", "narrow_indices",
     "transpose_weights", "hoist_projections", "merge_siblings", "fold_additions", "stack_weight_gradients",
     "postpone_gradients", "split_head", "fuse",
 )  # fmt: skip
-"""What the fused lowering does to a graph, in this order; each can be skipped."""
+"""The passes of the fused lowering, in this order; each can be skipped."""
 DEFAULT_OVERHEAD = 0.05
 MOST_PERCENT = 10**6
 ACCEPTED_BUDGETS = "a positive number of bytes, '2GiB', '500MB', '60%' (of the largest unplanned step) or 'min'"
 
 
 def parse_budget(budget: int | float | str | Budget) -> Budget:
-    """Read a budget as users write it."""
+    """Parse a budget as users write it."""
     if isinstance(budget, Budget):
         return budget
     if isinstance(budget, str):
@@ -85,26 +85,26 @@ class Options:
     """Upper bound on resident + step_peak; the fastest plan that fits is taken."""
 
     overhead: float | None = None
-    """Extra step time allowed, as a fraction; the smallest peak within it is taken. 0.05 where nothing is said."""
+    """Extra step time allowed, as a fraction; the smallest peak within it is taken. 0.05 by default."""
 
     resident: int = 0
-    """Bytes alive beside parameters, buffers and inputs that the budget must leave room for (optimizer state)."""
+    """Bytes besides parameters, buffers and inputs that stay allocated during the step, such as optimizer state."""
 
     lowering: str = "fused"
     """How the schedule runs: "fused" compiles runs of cheap operators into kernels, "eager" calls PyTorch's own
-    operators one by one and gives the very bits that plain PyTorch gives."""
+    operators one by one, with results equal to plain PyTorch's bit for bit."""
 
     skip: tuple[str, ...] = ()
     """Passes of the fused lowering that are not to run, out of `FUSED_PASSES`."""
 
     plan: SavedPlan | None = None
-    """A plan made before: `encore.report(model).plan`, or the file it was saved to."""
+    """A saved plan: `encore.report(model).plan`, or the file that it was saved to."""
 
     keep: tuple[str, ...] = ()
-    """Modules (patterns such as "encoder.*") whose feature maps stay in memory whatever the budget."""
+    """Modules (patterns such as "encoder.*") whose activations are kept whatever the budget."""
 
     methods: tuple[str, ...] = METHODS
-    """What may become of feature maps that are not kept, out of `METHODS`."""
+    """What may be done with activations that are not kept, out of `METHODS`."""
 
     lossy: Lossy = Lossy()
     """Lossy codecs. `lossy=0.05` allows those whose measured effect on the gradients of the first batch stays within a
@@ -116,7 +116,7 @@ class Options:
     first."""
 
     tiers: tuple[str | Tier, ...] = ()
-    """Where feature maps may go between forward and backward: "disk", "host" (from a GPU), or tiers made before."""
+    """Where activations may be offloaded between forward and backward: "disk", "host" (from a GPU), or tier objects."""
 
     recompile_limit: int = 16
     """How many shapes (or other variants) of one model are planned before the rest runs as plain eager PyTorch."""
@@ -148,7 +148,7 @@ def make_options(given: Mapping[str, Any]) -> Options:
         chosen["skip"] = _passes(chosen["skip"])
     if "plan" in chosen:
         if "budget" in chosen or "overhead" in chosen:
-            raise OptionError("plan= brings its decisions along; give it without budget= and overhead=")
+            raise OptionError("plan= has all decisions already; give it without budget= and overhead=")
         chosen["plan"] = _saved_plan(chosen["plan"])
         lowering = chosen.setdefault("lowering", chosen["plan"].lowering)
         if lowering != chosen["plan"].lowering:
@@ -181,7 +181,7 @@ def _methods(given: Any) -> tuple[str, ...]:
     names = _several(given, "methods", known)
     for name in names:
         if name not in known:
-            raise OptionError(f"methods={name!r} is not a way to keep less; there are {listed(known)}")
+            raise OptionError(f"methods={name!r} is not a method; there are {listed(known)}")
     if not names:
         raise OptionError(f"methods= names none; give some of {listed(known)}, or overhead=0 to keep everything")
     return tuple(name for name in known if name in names)
@@ -215,7 +215,7 @@ def _lossy(given: Any) -> Lossy:
 
 
 def _tiers(given: Any) -> tuple[str | Tier, ...]:
-    """Tiers, checked: of each kind one, by which plans know them."""
+    """Tiers, checked: at most one of each kind, since plans name them by their kind."""
     tiers = check_tiers(given)
     kinds = [tier_name(tier) for tier in tiers]
     for kind in kinds:
@@ -225,7 +225,7 @@ def _tiers(given: Any) -> tuple[str | Tier, ...]:
 
 
 def tier_name(tier: str | Tier) -> str:
-    """The kind of a tier, by which plans know it."""
+    """The kind of a tier, by which plans name it."""
     return tier if isinstance(tier, str) else tier.name
 
 
@@ -272,19 +272,19 @@ STATE_PER_PARAMETER = {
 
 
 def optimizer_bytes(optimizer: Any) -> int:
-    """Bytes of the optimizer's state: as it stands, or as its class will allocate at its first step."""
+    """Bytes of the optimizer's state: its present one, or what its class allocates at its first step."""
     import torch
 
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"optimizer={optimizer!r} is not a torch.optim.Optimizer; give one, or resident= in bytes")
-    held = {
+    state_bytes = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for state in optimizer.state.values()
         for tensor in state.values()
         if isinstance(tensor, torch.Tensor)
     }
-    if held:
-        return sum(held.values())
+    if state_bytes:
+        return sum(state_bytes.values())
     return sum(
         _state_bytes(optimizer, group, parameter.untyped_storage().nbytes())
         for group in optimizer.param_groups
@@ -294,7 +294,7 @@ def optimizer_bytes(optimizer: Any) -> int:
 
 
 def _state_bytes(optimizer: Any, group: Mapping[str, Any], parameter_bytes: int) -> int:
-    """What this optimizer will keep for one parameter of a group."""
+    """Bytes that this optimizer keeps for one parameter of a group."""
     name = type(optimizer).__name__
     if name not in STATE_PER_PARAMETER:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""Numbers as people read and write them."""
+"""Numbers with units, parsed and formatted."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def seconds_text(seconds: float) -> str:
 
 
 def number_and_unit(text: str) -> tuple[float, str]:
-    """`"1.5 GiB"` as (1.5, "GIB"); the unit is "?" where there is no number."""
+    """`"1.5 GiB"` -> (1.5, "GIB"); the unit is "?" if there is no number."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*|%)", text.strip())
     return (float(match.group(1)), match.group(2).upper()) if match else (0.0, "?")
 
 
 def parse_bytes(given: Any, name: str) -> int:
-    """Bytes as users write them: a whole number, or a text such as "16GiB"."""
+    """Parse bytes as users write them: a whole number, or a text such as "16GiB"."""
     number: float = given if isinstance(given, int) and not isinstance(given, bool) else 0
     if isinstance(given, str):
         number, unit = number_and_unit(given)
@@ -51,7 +51,7 @@ def parse_bytes(given: Any, name: str) -> int:
 
 
 def shown(value: Any) -> str:
-    """What was given, in a line of bounded length."""
+    """The repr of a value for a message, at most 80 letters long."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -60,7 +60,7 @@ def shown(value: Any) -> str:
 
 
 def check_count(given: Any, name: str) -> int:
-    """A whole number of at least 1."""
+    """Return a whole number of at least 1, or raise `OptionError`."""
     if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= MOST_COUNT:
         raise OptionError(f"{name}={shown(given)} is not accepted; give a whole number of at least 1")
     return given

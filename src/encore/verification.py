@@ -1,9 +1,8 @@
-"""`encore.verify`: a planned step against plain eager PyTorch, number by number.
+"""`encore.verify`: a planned step compared with plain eager PyTorch, number by number.
 
-Both run on the same parameters, buffers and random state, with the same made-up gradients for the outputs (for all of
-them, and for scalars alone if there are others too: a loss is often all that receives a gradient); outputs, gradients
-of parameters and inputs, and buffers afterwards are compared. The model, its gradients and the generators
-are left as they were found.
+Both run on the same parameters, buffers and random state, with the same random gradients for the outputs (for all of
+them, and also for scalars alone if there are others: often only a loss receives a gradient). Outputs, gradients of
+parameters and inputs, and buffers are compared. The model, its gradients and the generators stay unchanged.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from encore.api import compiled_call
 from encore.comparison import Tensors, Verification, compare, compare_errors, cotangent, equal_up_to_rounding
 from encore.compiler.compiled import CompiledCall
 from encore.errors import OptionError, VerificationError
+from encore.graph.torch_private import pytree
 
 
 def verify(
@@ -28,15 +27,15 @@ def verify(
 ) -> Verification:
     """Run one step through Encore and one through eager; raise `VerificationError` at the first difference.
 
-    Without a tolerance, the eager lowering must give eager's very bits, since it runs the same operators in the same
-    order. The fused lowering rounds elsewhere: its numbers must be eager's up to rounding or, where a model magnifies
+    Without a tolerance, the eager lowering must equal eager bit for bit, since it runs the same operators in the same
+    order. The fused lowering rounds differently: its numbers must be eager's up to rounding or, where a model magnifies
     rounding, as close to those of a float64 copy of the model as eager's are.
     """
     call = compiled_call(model)
     owner = model if isinstance(model, nn.Module) else None
     exact_bits = rtol is None and atol is None and call.session.options.lowering == "eager"
     up_to_rounding = rtol is None and atol is None and not exact_bits
-    with left_as_found(owner) as restore:
+    with unchanged(owner) as restore:
         with call.session.learning_nothing():
             planned = _outcome(call, call, owner, args, kwargs)
         restore()
@@ -52,7 +51,8 @@ def _outcome_in_float64(owner: nn.Module | None, args: Any, kwargs: Any) -> Tens
     """The same step of a float64 copy of the model."""
     if owner is None:
         raise VerificationError(
-            "the numbers differ from eager's by more than rounding; rtol= and atol= set a tolerance"
+            "the numbers differ from eager's by more than rounding, and there is no module to run in float64; set a "
+            "tolerance by rtol= and atol="
         )
     exact = copy.deepcopy(owner).double()
 
@@ -67,7 +67,7 @@ def _outcome_in_float64(owner: nn.Module | None, args: Any, kwargs: Any) -> Tens
 def _outcome(
     function: Callable[..., Any], call: CompiledCall, owner: nn.Module | None, args: Any, kwargs: Any
 ) -> Tensors:
-    """Outputs, gradients and buffers after one step, by name. Nobody's `.grad` is touched."""
+    """Outputs, gradients and buffers after one step, by name. No `.grad` is changed."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, _leaf, (args, kwargs))
     with torch.enable_grad():
         outputs = _named_tensors("output", function(*args, **kwargs))
@@ -95,7 +95,7 @@ def _gradients(outputs: list[torch.Tensor], wanted: Tensors, how: str, *, retain
 
 
 def _named_parameters(call: CompiledCall, owner: nn.Module | None) -> Tensors:
-    """A module's parameters; for a function, those its capture came across."""
+    """The parameters of a module; those that a function's graphs take."""
     if owner is not None:
         return dict(owner.named_parameters())
     captured = (reference() for reference in call.session.tensors)
@@ -104,7 +104,7 @@ def _named_parameters(call: CompiledCall, owner: nn.Module | None) -> Tensors:
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, since the model may write to its inputs; expanded ones cannot be written to and stay as they are."""
+    """A copy, since the model may write to its inputs; expanded ones cannot be written to and are not copied."""
     fresh = tensor.detach() if 0 in tensor.stride() else tensor.detach().clone()
     return fresh.requires_grad_(tensor.requires_grad)
 
@@ -115,8 +115,8 @@ def _named_tensors(prefix: str, tree: Any) -> Tensors:
 
 
 @contextlib.contextmanager
-def left_as_found(owner: nn.Module | None) -> Iterator[Callable[[], None]]:
-    """Gives a function that puts buffers and generators back; calls it in the end as well."""
+def unchanged(owner: nn.Module | None) -> Iterator[Callable[[], None]]:
+    """Yield a function that restores buffers and generators, and call it at the end."""
     buffers = {name: buffer.clone() for name, buffer in owner.named_buffers()} if owner is not None else {}
     state = torch.get_rng_state()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -128,7 +128,7 @@ def left_as_found(owner: nn.Module | None) -> Iterator[Callable[[], None]]:
         if owner is not None:
             with torch.no_grad():
                 for name, buffer in owner.named_buffers():
-                    if 0 not in buffer.stride():  # expanded: nobody can have written to it
+                    if 0 not in buffer.stride():  # an expanded one cannot be written to
                         buffer.copy_(buffers[name])
 
     try:

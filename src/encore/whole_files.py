@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever comes between: a full disk, an interrupt, a power cut."""
+"""Files that are written atomically: a full disk, an interrupt or a power cut leaves the old file or the new one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTIAL = ".partial"
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes | str) -> Path:
-    """Write a file and return its path. What stood there before stays until the new content is complete."""
+    """Write a file and return its path. An existing file is replaced once the new content is complete."""
     target = Path(path)
     check_file(target)
     data = content.encode() if isinstance(content, str) else content
@@ -31,38 +31,39 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its place whole, flushed to the disk, or leaves no trace. The system's errors come as they are.
+    """Open a temporary file that replaces `path` at the end, flushed to the disk, or is removed after an exception.
 
-    Until then it has a name of this process alone: two that write the same file do not write into each other's.
+    Its name has the number of the process, so that two processes can write the same file. Raises the system's errors
+    unchanged.
     """
-    beside = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     except BaseException:  # an interrupt as well
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(directory)  # the name, too, is to survive a power cut
+        os.fsync(directory)  # the rename, too, survives a power cut
     finally:
         os.close(directory)
 
 
 def check_file(path: Path) -> None:
-    """Could a file be written there? Asked before long work, whose result it is to hold."""
+    """Raise `OptionError` if a file cannot be written there: called before long work whose result it will have."""
     if not path.parent.is_dir():
-        raise OptionError(f"{path} cannot be written: there is no folder {str(path.parent)!r}; make it first")
+        raise OptionError(f"{path} cannot be written: there is no folder {str(path.parent)!r}; create it first")
     if path.is_dir():
         raise OptionError(f"{path} is a folder; name a file in it")
     _check_access(path, path.parent if _is_or_may_be_a_file(path) else path)
 
 
 def check_folder(path: Path) -> None:
-    """Could files be written into this folder, which `make_folder` makes where it is not there yet?"""
+    """Raise `OptionError` if files cannot be written into this folder, which `make_folder` creates if it is missing."""
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not there.is_dir():
         raise OptionError(f"{path} cannot be a folder: {there} is a file; name another one")
@@ -70,7 +71,7 @@ def check_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> Path:
-    """The folder, made with all above it."""
+    """Create a folder with all above it, and return it."""
     check_folder(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -80,7 +81,7 @@ def make_folder(path: Path) -> Path:
 
 
 def _is_or_may_be_a_file(path: Path) -> bool:
-    """Not a pipe or a device, which nothing can take the place of."""
+    """Return False for a pipe or a device, which cannot be replaced."""
     return path.is_file() or not path.exists()
 
 

@@ -13,7 +13,7 @@ from benchmarks.command import main
 from benchmarks.spine import WORKLOADS, Comparison, SpineSuite, run_spine
 from benchmarks.spine_table import page, render
 from encore.machine import Machine, this_machine
-from encore.progress import progress
+from encore.terminal import progress
 from support.json_schema import violations
 
 MACHINE = Machine(

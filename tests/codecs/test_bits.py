@@ -17,7 +17,7 @@ from torch import Tensor
 from encore import EncoreError
 from encore.codecs import CODECS
 from encore.codecs.layout import elements_of, layout_of
-from encore.cost.measure import measure_cpu
+from encore.cost.allocations import measure_cpu
 from support.codec_inputs import (
     FLOATS,
     WAYS,

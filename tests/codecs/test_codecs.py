@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from encore import EncoreError
 from encore.codecs import CODECS, sparse
 from encore.codecs.floats import FORMATS
-from encore.cost.measure import measure_cpu
+from encore.cost.allocations import measure_cpu
 from support.codec_inputs import (
     FLOATS,
     WAYS,

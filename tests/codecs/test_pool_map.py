@@ -13,7 +13,7 @@ from torch import Tensor
 
 from encore import EncoreError
 from encore.codecs.pool_map import BACKWARD, FORWARD, channels_last_of
-from encore.cost.measure import measure_cpu
+from encore.cost.allocations import measure_cpu
 from support.codec_inputs import FLOATS, WAYS, same_numbers, told_workspace, way
 
 ops = torch.ops.encore

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from encore.cost import domains
 from encore.cost.domains import DOMAINS, EachDimension, Indices
-from encore.cost.probe import made_up_call
+from encore.cost.probe import random_call
 from encore.graph import Graph, Op, OpClass
 from encore.rewrite import judge
 from support.captured_graphs import captured_graph, operators
@@ -92,11 +92,11 @@ def test_every_operator_runs_on_made_up_operands(case: str) -> None:
     for op in graph.ops:
         if op.kind is not OpClass.VIEW and isinstance(op.target, torch._ops.OpOverload):
             with torch.no_grad(), torch.random.fork_rng():
-                made_up_call(graph, op)()
+                random_call(graph, op)()
 
 
 def made_up_arguments(graph: Graph, op: Op) -> dict[str, Any]:
-    call = made_up_call(graph, op)
+    call = random_call(graph, op)
     assert isinstance(call, functools.partial)
     return {**dict(zip((one.name for one in op.target._schema.arguments), call.args, strict=False)), **call.keywords}
 

@@ -69,7 +69,7 @@ def test_what_another_machine_measured_is_not_believed(tmp_path: Path) -> None:
     theirs.put("a", 1.5)
     theirs.save()
     mine = MachineCache(path)
-    with pytest.warns(UserWarning, match="holds measurements of another machine; measuring again"):
+    with pytest.warns(UserWarning, match="has measurements of another machine; measuring again"):
         assert mine.get("a") is None
     mine.put("b", 2.5)
     mine.save()  # without a second warning, which would be an error
@@ -127,6 +127,6 @@ def test_a_file_that_takes_no_measurements_costs_a_warning(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     cache = MachineCache(tmp_path / "file" / "cache.json")
     cache.put("a", 1.0)
-    with pytest.warns(UserWarning, match="measurements could not be kept"):
+    with pytest.warns(UserWarning, match="measurements cannot be written to"):
         cache.save()
     assert cache.get("a") == 1

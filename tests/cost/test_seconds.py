@@ -18,9 +18,9 @@ import encore
 from encore.cached_files import read_record, write_record
 from encore.compiler.fuse import kernels_of
 from encore.cost import Seconds, kernel_timing, rates, seconds, time_kernels
-from encore.cost.flops import flops
+from encore.cost.flops import count_flops
 from encore.cost.kernel_timing import kernel_seconds
-from encore.cost.probe import made_up, made_up_call
+from encore.cost.probe import random_call, random_tensor
 from encore.cost.seconds import may_run
 from encore.cost.timing import seconds_of
 from encore.graph import Graph, Op, OpClass
@@ -135,7 +135,7 @@ def test_writing_over_an_operand_is_timed_as_such() -> None:
     operand = op.reads[0]
     assert asked(graph, op) > 0
     assert asked(graph, op, operand) > 0
-    call = made_up_call(graph, op, operand)
+    call = random_call(graph, op, operand)
     assert call() is call.keywords["out"]  # type: ignore[attr-defined]
     keys = [key for key in asked._cache._loaded() if "aten.tanh.default" in key]
     assert [key.endswith(" over") for key in keys] == [False, True]
@@ -201,7 +201,7 @@ def test_an_operator_that_refuses_made_up_operands_is_guessed_and_logged(
     monkeypatch.setattr(seconds, "op_seconds", refuse)
     with caplog.at_level(logging.INFO, logger="encore"):
         assert Seconds(run=True)(graph, op) > 0
-    assert "the seconds of aten.mm.default are a guess: it could not be run (not with zeros)" in caplog.text
+    assert "the seconds of aten.mm.default are an estimate: it cannot be run (not with zeros)" in caplog.text
 
 
 @pytest.mark.parametrize("nonsense", [0, -1.0, math.nan, math.inf])
@@ -252,8 +252,8 @@ def test_flops_of_convolutions() -> None:
         2 * (2 * 16 * 10 * 10) * (4 * 3 * 3),
         2 * (2 * 16 * 10 * 10) * (4 * 2 * 2),
     ]
-    assert [flops(graph, op) for op in operators(graph, aten.convolution.default)] == forward
-    backward = [flops(graph, op) for op in operators(graph, aten.convolution_backward.default)]
+    assert [count_flops(graph, op) for op in operators(graph, aten.convolution.default)] == forward
+    backward = [count_flops(graph, op) for op in operators(graph, aten.convolution_backward.default)]
     assert backward == [2 * forward[2], 2 * forward[1], forward[0]], "nobody wants the gradient of the input"
 
 
@@ -266,19 +266,19 @@ def test_flops_of_attention_and_products() -> None:
     graph = captured_graph(attend, q, k, v)
     (op,) = operators(graph, aten._scaled_dot_product_flash_attention_for_cpu)
     (back,) = operators(graph, aten._scaled_dot_product_flash_attention_for_cpu_backward)
-    assert flops(graph, op) == 2 * 2 * (2 * 3 * 5 * 7 * 8)
-    assert flops(graph, back) == 5 * 2 * (2 * 3 * 5 * 7 * 8)
+    assert count_flops(graph, op) == 2 * 2 * (2 * 3 * 5 * 7 * 8)
+    assert count_flops(graph, back) == 5 * 2 * (2 * 3 * 5 * 7 * 8)
     graph = products(16)
-    assert flops(graph, operators(graph, aten.mm.default)[0]) == 2 * 16 * 16 * 64
-    assert flops(graph, operators(graph, aten.sum.default)[0]) == 0
+    assert count_flops(graph, operators(graph, aten.mm.default)[0]) == 2 * 16 * 16 * 64
+    assert count_flops(graph, operators(graph, aten.sum.default)[0]) == 0
 
 
 def test_flops_of_a_recurrent_layer() -> None:
     layer = nn.LSTM(12, 16)
     graph = captured_graph(lambda x: layer(x)[0], torch.randn(5, 3, 12))
     forward = 2 * 5 * 3 * (4 * 16 * 12 + 4 * 16 * 16)
-    assert [flops(graph, op) for op in operators(graph, aten.mkldnn_rnn_layer.default)] == [forward]
-    assert [flops(graph, op) for op in operators(graph, aten.mkldnn_rnn_layer_backward.default)] == [2 * forward]
+    assert [count_flops(graph, op) for op in operators(graph, aten.mkldnn_rnn_layer.default)] == [forward]
+    assert [count_flops(graph, op) for op in operators(graph, aten.mkldnn_rnn_layer_backward.default)] == [2 * forward]
 
 
 def test_flops_of_encores_own_layers() -> None:
@@ -294,13 +294,13 @@ def test_flops_of_encores_own_layers() -> None:
     graph = captured_graph(Layers(), torch.randn(5, 3, 12))
     rows, own = 2 * 5 * 3, torch.ops.encore
     w_ih, w_hh, w_hr = 64 * 12, 64 * 8, 8 * 16
-    assert [flops(graph, op) for op in operators(graph, own.lstm_forward)] == [rows * (w_ih + w_hh + w_hr)]
+    assert [count_flops(graph, op) for op in operators(graph, own.lstm_forward)] == [rows * (w_ih + w_hh + w_hr)]
     rebuilt = rows * (w_ih + w_hh)
     backward = rows * (w_ih + 2 * w_hh + 2 * w_hr) + rebuilt  # nobody asks for the gradient of x
-    assert [flops(graph, op) for op in operators(graph, own.lstm_backward)] == [backward]
+    assert [count_flops(graph, op) for op in operators(graph, own.lstm_backward)] == [backward]
     weights = 30 * 8 + 30 * 10
-    assert [flops(graph, op) for op in operators(graph, own.gru_forward)] == [rows * weights]
-    assert [flops(graph, op) for op in operators(graph, own.gru_backward)] == [2 * rows * weights]
+    assert [count_flops(graph, op) for op in operators(graph, own.gru_forward)] == [rows * weights]
+    assert [count_flops(graph, op) for op in operators(graph, own.gru_backward)] == [2 * rows * weights]
 
 
 @pytest.mark.parametrize("stash", ["fast", 8])
@@ -384,14 +384,14 @@ def test_operands_that_a_kernel_writes_over_are_made_good() -> None:
 @pytest.mark.parametrize("stride", [(8, 1), (1, 3), (0, 1), (16, 2)])
 def test_a_made_up_operand_is_laid_out_as_promised(stride: tuple[int, int], offset: int) -> None:
     operand = Operand((3, 8), stride, torch.float32, "cpu", aligned=not offset)
-    tensor = made_up(operand, "cpu", torch.Generator(), offset=offset)
+    tensor = random_tensor(operand, "cpu", torch.Generator(), offset=offset)
     assert (tuple(tensor.shape), tensor.stride(), tensor.storage_offset()) == ((3, 8), stride, offset)
     assert tensor.isfinite().all()
 
 
 def test_noise_goes_on_to_the_end_of_a_large_tensor() -> None:
     operand = Operand((3, 70_001), (70_001, 1), torch.float32, "cpu", aligned=True)
-    tensor = made_up(operand, "cpu", torch.Generator())
+    tensor = random_tensor(operand, "cpu", torch.Generator())
     assert 0.9 < float(tensor.std()) < 1.1
     assert float(tensor[-1, -100:].std()) > 0
 

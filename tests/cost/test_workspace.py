@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import encore
 from encore.api import compiled_call
 from encore.cost import Workspaces, probe, workspace
-from encore.cost.measure import measure_cpu
-from encore.cost.probe import footprint, made_up, probe_workspace
+from encore.cost.allocations import measure_cpu
+from encore.cost.probe import footprint, probe_workspace, random_tensor
 from encore.folders import cache_directory
 from encore.graph import Graph, OpClass
 from encore.measurements import machine_cache
@@ -69,7 +69,7 @@ def test_a_made_up_tensor_has_the_layout_of_its_value() -> None:
     graph = convolution()
     generator = torch.Generator()
     for value in graph.values:
-        tensor = made_up(value, "cpu", generator)
+        tensor = random_tensor(value, "cpu", generator)
         assert (tuple(tensor.shape), tensor.stride(), tensor.dtype) == (value.shape, value.stride, value.dtype)
 
 
@@ -132,7 +132,7 @@ def test_an_operator_that_refuses_made_up_operands_is_bounded_and_logged(
     monkeypatch.setattr(workspace, "probe_workspace", refuse)
     with caplog.at_level(logging.INFO, logger="encore"):
         bound = Workspaces(run=True)(graph, op)
-    assert "the workspace of aten.convolution.default is a bound: it could not be run (not with zeros)" in caplog.text
+    assert "the workspace of aten.convolution.default is a bound: it cannot be run (not with zeros)" in caplog.text
     assert bound >= probe_workspace(graph, op)
 
 
@@ -151,7 +151,10 @@ def test_an_operator_is_not_run_without_memory_for_its_operands(
     with caplog.at_level(logging.INFO, logger="encore"):
         assert Workspaces(run=True)(graph, op) > 0
     assert asked == [needed]
-    assert "the workspace of aten.convolution.default is a bound: its operands are too large" in caplog.text
+    assert (
+        "the workspace of aten.convolution.default is a bound: there is too little free memory for its operands"
+        in caplog.text
+    )
 
 
 # -- whole steps whose operators need more than meets the eye ---------------------------------------------------------

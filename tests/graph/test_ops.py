@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import encore.rnn  # noqa: F401 - registers encore::*
-from encore.cost.measure import measure_cpu
+from encore.cost.allocations import measure_cpu
 from encore.graph import OpClass, classify
 from encore.graph.ops import CHEAP_PACKETS, HEAVY_PACKETS, OUT_ARGUMENT, OUT_VARIANT, VIEW_PACKETS, WRITES_FIRST
 from encore.lower.calls import callable_for

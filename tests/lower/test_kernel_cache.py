@@ -21,8 +21,8 @@ from torch import Tensor
 
 from encore import cached_files
 from encore.cached_files import read_record, write_record
-from encore.lower import header, inductor_private, kernels
-from encore.lower.inductor_private import LoweringError
+from encore.lower import header, kernels, torch_private
+from encore.lower.extension import LoweringError
 from encore.lower.kernels import KernelStore
 from encore.schedule import Fused, fuse
 from encore.schedule.kernel import Kernel
@@ -46,7 +46,7 @@ def wave_kernel() -> Kernel:
 def check_kernel(store: KernelStore, kernel: Kernel, *, fresh: int) -> None:
     """It is there, compiled now or before, and right."""
     made = store.compile([kernel])
-    assert dict(made.refused) == {}
+    assert dict(made.failed) == {}
     assert made.fresh == fresh
     x = torch.randn(3, 5)
     assert_close(made.compiled[kernel.key].call([x])[-1], wave(x))
@@ -215,7 +215,7 @@ def test_a_cache_that_takes_no_files(folder: Path, code: int, monkeypatch: pytes
     monkeypatch.setattr(kernels, "write_cached", refuse)
     monkeypatch.setattr(cached_files, "write_cached", refuse)
     cached_files.warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="compiled code cannot be kept in") as caught:
+    with pytest.warns(UserWarning, match="compiled code cannot be written to") as caught:
         check_kernel(KernelStore(folder), kernel, fresh=1)
     assert len(caught) == 1
     assert os.strerror(code) in str(caught[0].message)
@@ -230,7 +230,7 @@ def test_no_place_for_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kernels, "private_directory", full)
     made = KernelStore(folder).compile([kernel])
     assert dict(made.compiled) == {}
-    assert "No space left on device" in made.refused[kernel.key]
+    assert "No space left on device" in made.failed[kernel.key]
 
 
 def test_a_library_that_cannot_be_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_a_library_that_cannot_be_loaded(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(kernels, "_load_extension", forbid)
     made = KernelStore(folder).compile([kernel])
     assert dict(made.compiled) == {}
-    assert "Operation not permitted" in made.refused[kernel.key]
+    assert "Operation not permitted" in made.failed[kernel.key]
     assert made.fresh == 0
 
 
@@ -304,7 +304,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     finally:
         subprocess.run(["umount", disk], check=True)
     assert said
-    assert all("cannot be kept" in one or "could not be kept" in one for one in said)
+    assert all("cannot be written to" in one for one in said)
 
 
 @pytest.mark.slow
@@ -317,12 +317,14 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
 
 # -- the header ------------------------------------------------------------------------------------------------------
 
+SMALL_HEADER = "#define ANSWER 42\n"
+
 
 @pytest.fixture
 def small_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own for a header that compiles in no time."""
     monkeypatch.setenv("ENCORE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(inductor_private, "HEADER", "#define ANSWER 42\n")
+    monkeypatch.setattr(header, "HEADER", SMALL_HEADER)
     return tmp_path / "cache"
 
 
@@ -333,7 +335,7 @@ def compiled_header(cache: Path) -> Path:
 
 def test_a_header_is_compiled_once(small_header: Path) -> None:
     first = header.kernel_header()
-    assert first.read_text() == inductor_private.HEADER
+    assert first.read_text() == SMALL_HEADER
     written = compiled_header(small_header).stat().st_mtime_ns
     header._checked.clear()  # as another process
     assert header.kernel_header() == first
@@ -352,7 +354,7 @@ def test_a_header_that_was_cut_off_is_compiled_again(small_header: Path, name: s
     assert sorted(record) == ["kernels.h", "kernels.h.gch"]
     for made, sha256 in record.items():
         assert hashlib.sha256(path.with_name(made).read_bytes()).hexdigest() == sha256
-    assert path.with_name("kernels.h").read_text() == inductor_private.HEADER
+    assert path.with_name("kernels.h").read_text() == SMALL_HEADER
     assert path.with_name("kernels.h.gch").stat().st_size > 1 << 20
 
 
@@ -364,9 +366,9 @@ def test_without_place_for_a_compiled_header_kernels_read_its_text(
 
     monkeypatch.setattr(header, "take_place", full)
     cached_files.warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="cannot be kept"):
+    with pytest.warns(UserWarning, match="cannot be written to"):
         text = header.kernel_header()
-    assert text.read_text() == inductor_private.HEADER
+    assert text.read_text() == SMALL_HEADER
     assert not text.with_name("kernels.h.gch").exists()
 
 
@@ -388,5 +390,5 @@ def test_inductor_executes_nothing_from_the_directory_it_shares(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     kernel = wave_kernel()
-    assert "def call" in inductor_private.module_source(dataclasses.replace(kernel))
+    assert "def call" in torch_private.module_source(dataclasses.replace(kernel))
     assert list(tmp_path.rglob("*.py")) == []

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import encore
 from encore.graph.values import map_refs
-from encore.lower import inductor_private, kernel_store
-from encore.lower.inductor_private import LoweringError
+from encore.lower import extension, kernel_store, kernels, torch_private
+from encore.lower.extension import CppFunction, LoweringError
 from encore.lower.kernels import Compilation, KernelStore
 from encore.schedule import Fused, fuse
 from encore.schedule.kernel import Kernel, Operand, each_result
@@ -122,7 +122,7 @@ def test_kernels_give_what_their_operators_give_one_by_one() -> None:
     """All in one go, since the compiler takes a second for each file."""
     kernels = {name: kernel_of(function, *args) for name, (function, args) in FUNCTIONS.items()}
     made = kernel_store().compile(kernels.values())
-    assert not made.refused
+    assert not made.failed
     for name, kernel in kernels.items():
         operands = [made_up(operand) for operand in kernel.operands]
         expected = one_by_one(kernel, copy.deepcopy(operands))
@@ -155,7 +155,7 @@ def test_another_store_on_the_same_folder_loads_what_the_first_compiled(folder: 
     second = KernelStore(folder)
     assert second.workspace(kernel) == 0
     made = second.compile([kernel])
-    assert (made.fresh, dict(made.refused), list(made.compiled)) == (0, {}, [kernel.key])
+    assert (made.fresh, dict(made.failed), list(made.compiled)) == (0, {}, [kernel.key])
     assert_close(made.compiled[kernel.key].call([x])[-1], wave(x))
 
 
@@ -233,14 +233,14 @@ def train_beside_eager(seed: int = 0) -> tuple[Any, list[warnings.WarningMessage
 
 def test_without_a_compiler_operators_run_one_by_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("encore.compiler.forms.kernel_store", lambda: KernelStore(folder))
-    monkeypatch.setattr(inductor_private, "missing_compiler", lambda: "no C++ compiler works here (sold)")
+    monkeypatch.setattr(torch_private, "missing_compiler", lambda: "no C++ compiler works here (sold)")
     planned, caught = train_beside_eager()
     assert fused_actions(planned) == []
     assert_warned_once(caught, "no C++ compiler works here (sold)")
 
 
 def test_a_kernel_that_inductor_refuses_leaves_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = inductor_private.module_source
+    right = torch_private.module_source
 
     def module_source(kernel: Kernel) -> str:
         if "tanh" in kernel.text:
@@ -248,7 +248,7 @@ def test_a_kernel_that_inductor_refuses_leaves_the_others(folder: Path, monkeypa
         return right(kernel)
 
     monkeypatch.setattr("encore.compiler.forms.kernel_store", lambda: KernelStore(folder))
-    monkeypatch.setattr(inductor_private, "module_source", module_source)
+    monkeypatch.setattr(torch_private, "module_source", module_source)
     planned, caught = train_beside_eager()
     assert fused_actions(planned)
     assert not any("tanh" in action.kernel.text for action in fused_actions(planned))
@@ -256,25 +256,25 @@ def test_a_kernel_that_inductor_refuses_leaves_the_others(folder: Path, monkeypa
 
 
 def test_a_kernel_that_the_compiler_refuses_leaves_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = inductor_private.extension_source
+    right = extension.extension_source
 
-    def extension_source(module: str, functions: Sequence[inductor_private.CppFunction]) -> str:
+    def extension_source(module: str, functions: Sequence[CppFunction]) -> str:
         spoilt = any("tanh" in function.source for function in functions)
         return right(module, functions) + ("\n#error no tangents today\n" if spoilt else "")
 
     monkeypatch.setattr("encore.compiler.forms.kernel_store", lambda: KernelStore(folder))
-    monkeypatch.setattr(inductor_private, "extension_source", extension_source)
+    monkeypatch.setattr(kernels, "extension_source", extension_source)
     planned, caught = train_beside_eager()
     assert fused_actions(planned)
-    assert_warned_once(caught, "the C++ compiler refused it")
+    assert_warned_once(caught, "the C++ compiler rejects it")
     assert_warned_once(caught, "no tangents today")
 
 
 def test_what_a_store_refuses_it_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = kernel_of(wave, matrix())
-    monkeypatch.setattr(inductor_private, "missing_compiler", lambda: "none")
+    monkeypatch.setattr(torch_private, "missing_compiler", lambda: "none")
     made = KernelStore(folder).compile([kernel])
-    assert (dict(made.compiled), dict(made.refused), made.fresh) == ({}, {kernel.key: "none"}, 0)
+    assert (dict(made.compiled), dict(made.failed), made.fresh) == ({}, {kernel.key: "none"}, 0)
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
@@ -328,18 +328,18 @@ def test_a_second_process_compiles_nothing_unless_an_extension_is_lost_or_broken
     assert cold["fresh"] > 0
     assert cold["said"] == []
     assert run_script(ENCORE_CACHE_DIR=cache) == {"fresh": 0, "said": []}
-    for extension in kernels.glob("*.so"):
-        extension.unlink()
+    for library in kernels.glob("*.so"):
+        library.unlink()
     assert run_script(ENCORE_CACHE_DIR=cache) == cold
-    for extension in kernels.glob("*.so"):
-        extension.write_text("no library")
+    for library in kernels.glob("*.so"):
+        library.write_text("no library")
     assert run_script(ENCORE_CACHE_DIR=cache) == cold
     assert run_script(ENCORE_CACHE_DIR=cache) == {"fresh": 0, "said": []}
 
 
 def test_a_header_in_a_folder_with_a_space_is_compiled_beside_itself(tmp_path: Path) -> None:
     header = tmp_path / "a folder" / "kernels.h"
-    command = inductor_private.header_command(header)
+    command = torch_private.header_command(header)
     assert str(header) in command
     assert str(header.with_name("kernels.h.gch")) in command
 

@@ -147,7 +147,7 @@ def test_a_point_wants_bytes(peak: Any) -> None:
 
 
 def test_a_folder_that_is_missing_is_named(planned: encore.Report, tmp_path: Path) -> None:
-    with pytest.raises(encore.OptionError, match=r"no folder .*nowhere.*make it first"):
+    with pytest.raises(encore.OptionError, match=r"no folder .*nowhere.*create it first"):
         planned.to_html(tmp_path / "nowhere" / "report.html")
     with pytest.raises(encore.OptionError, match="is a folder; name a file"):
         planned.to_snapshot(tmp_path)

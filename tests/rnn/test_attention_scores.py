@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import encore
-from encore.cost.measure import measure_cpu
+from encore.cost.allocations import measure_cpu
 from encore.rnn import WORKSPACES, scores, scores_native, scores_plain
 from support.attention_inputs import by_formula, gradients, operands
 from support.rounding import FACTOR, assert_all_as_accurate, assert_as_accurate

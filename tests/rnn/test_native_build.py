@@ -112,7 +112,7 @@ def test_a_library_that_cannot_be_kept_is_compiled_for_the_process(
 
     monkeypatch.setattr(build, "write_cached", refuse)
     (sources / "tiny.cpp").write_text(TINY)
-    with pytest.warns(UserWarning, match=f"cannot be kept in .*{os.strerror(code)}"):
+    with pytest.warns(UserWarning, match=f"cannot be written to .*{os.strerror(code)}"):
         assert build.library("tiny").answer() == 42
     assert list((sources / "cache").glob("native/*.so")) == []
 

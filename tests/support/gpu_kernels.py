@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from encore.cost.measure import measure_cpu
+from encore.cost.allocations import measure_cpu
 
 PACKAGE = "encore.kernels.gpu"
 TARGETS = (80, 90)

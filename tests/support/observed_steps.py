@@ -22,7 +22,7 @@ import encore
 import encore.lower.codegen
 from benchmarks.workloads import tiny
 from encore.api import compiled_call
-from encore.cost.allocator import AllocatorEvents
+from encore.cost.torch_private import AllocatorEvents
 from encore.lower import Lowered
 from encore.lower.kernels import CompiledKernel
 from encore.plan import Plan

@@ -285,7 +285,7 @@ def failed_probes() -> Iterator[list[str]]:
     """Collects what Encore logs about operators that could not be probed."""
     found: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage()) if "could not be run" in record.msg else None  # type: ignore[method-assign]
+    handler.emit = lambda record: found.append(record.getMessage()) if "cannot be run" in record.msg else None  # type: ignore[method-assign]
     logger = logging.getLogger("encore")
     level = logger.level
     logger.addHandler(handler)

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import encore
-from encore.cost.measure import measure_cpu
+from encore.cost.allocations import measure_cpu
 from encore.rnn import WORKSPACES, layer, native, plain
 from support.rounding import assert_all_as_accurate, doubled
 

@@ -21,8 +21,8 @@ from encore.bptt.snapshot import packed_bytes
 from encore.bptt.source import Once, source_of
 from encore.bptt.trees import Structure
 from encore.errors import OptionError, TierError
-from encore.progress import notes
-from encore.progress import progress as progress_bar
+from encore.terminal import notes
+from encore.terminal import progress as progress_bar
 from encore.tiers import Tier, open_tiers
 from encore.units import bytes_text
 

@@ -1,8 +1,8 @@
-"""One call as autograd sees it: the operators it runs, those of its vector-Jacobian product, and who gets a gradient.
+"""The joint trace of one call: its operators, those of its vector-Jacobian product, and the gradients of its operands.
 
-This is AOTAutograd's joint trace of a single call. Unlike AOTAutograd it takes views of operands for what they are, and
-it tells not the sum of an operand's gradients but every contribution, and when it arrives: autograd adds contributions
-of different calls up one by one, and floating-point sums depend on their order.
+This is AOTAutograd's joint trace of a single call, with two differences: views of operands stay views, and instead of
+the sum of an operand's gradients it has every contribution and when it arrives. Autograd adds the contributions of
+different calls one by one, and floating-point sums depend on their order.
 """
 
 from __future__ import annotations
@@ -10,36 +10,29 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
+from encore.capture.layouts import TensorLayout
+from encore.graph.torch_private import pytree
 
 Call = Callable[[Sequence[torch.Tensor]], Any]
-"""Takes its tensor operands and returns tensors, in any nest of lists and tuples."""
+"""A function of tensor operands that returns tensors, in any nest of lists and tuples."""
 
 
 class NotRepeatableError(Exception):
-    """Something that does more than compute new tensors from its operands: it must be traced where it stands."""
+    """A call does more than compute new tensors from its operands, so it cannot be traced apart from its graph."""
 
 
-class Layout(NamedTuple):
-    """What an operator's choice of code may depend on."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-def layout_of(tensor: torch.Tensor) -> Layout:
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    if tensor.dtype.is_complex or not {*map(type, shape), *map(type, stride)} <= {int}:
-        raise NotRepeatableError("it holds complex numbers or sizes that depend on data")
-    return Layout(shape, stride, tensor.dtype, tensor.device)
+def layout_of(tensor: torch.Tensor) -> TensorLayout:
+    """The layout of a traced tensor, which must be known while tracing."""
+    layout = TensorLayout.of(tensor)
+    if tensor.dtype.is_complex or not {*map(type, layout.shape), *map(type, layout.stride)} <= {int}:
+        raise NotRepeatableError("it has complex numbers, or sizes that depend on data")
+    return layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +43,9 @@ class Result:
     requires_grad: bool
     is_view: bool
     operand: int | None
-    """The operand it is, where a call returns one as it came (`contiguous`, `dropout` with p=0)."""
+    """The operand that is returned unchanged (`contiguous`, `dropout` with p=0), if it is one."""
     tangent: fx.Node | None
-    """Its gradient, where the product was traced with one."""
+    """Its gradient, if the product was traced with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,46 +63,46 @@ class CallTrace:
     operands: tuple[fx.Node, ...]
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node | Arrival, ...]
-    """As it happens."""
+    """In the order of execution."""
     results: tuple[Result, ...]
     nest: Any
     """What the call returns, with the number of a result for every tensor."""
 
 
 def trace_call(
-    call: Call, operands: Sequence[torch.Tensor], mode: Any, tangents: Sequence[Layout | None] | None = None
+    call: Call, operands: Sequence[torch.Tensor], mode: Any, tangents: Sequence[TensorLayout | None] | None = None
 ) -> CallTrace:
     """Trace a call on operands of a fake mode, and its product for gradients of these layouts, one for each tensor it
-    returns (None: no gradient comes); without `tangents`, for gradients laid out like the results."""
-    watch = _Watch(call, tangents)
-    graph = torch_private.trace_functional(watch.run, operands, mode)
+    returns (None: it receives no gradient). By default, gradients are laid out like the results."""
+    recorder = _CallRecorder(call, tangents)
+    graph = torch_private.trace_functional(recorder.run, operands, mode)
     placeholders, end = graph.find_nodes(op="placeholder"), graph.output_node()
     ran = [node for node in graph.nodes if node.op == "call_function"]
     if len(ran) + len(placeholders) + 1 != len(graph.nodes):
-        raise NotRepeatableError("it holds tensors of its own")
+        raise NotRepeatableError("it has constant tensors")
     place = {node: position for position, node in enumerate(graph.nodes)}
     ran = [node for node in ran if not _only_detaches(node, end)]
-    ran = [node for node in reversed(ran) if not _adds_for_nobody(node)][::-1]
+    ran = [node for node in reversed(ran) if not _sums_contributions(node)][::-1]
     leaving = iter(pytree.arg_tree_leaves(*end.args))
-    results = [next(leaving) for _ in watch.results]
-    given = [next(leaving) if comes else None for comes in watch.gradient_comes]
+    results = [next(leaving) for _ in recorder.results]
+    given = [next(leaving) if comes else None for comes in recorder.gradient_comes]
     happens: list[tuple[int, fx.Node | Arrival]]
-    happens = [(place[node], node) for node in ran if place[node] > place[watch.last_tangent]]
-    happens += [(place[last], Arrival(operand, next(leaving))) for last, operand in watch.arrivals]
-    happens.sort(key=lambda event: event[0])  # an arrival stays behind the operator that ran last before it
+    happens = [(place[node], node) for node in ran if place[node] > place[recorder.last_tangent]]
+    happens += [(place[last], Arrival(operand, next(leaving))) for last, operand in recorder.arrivals]
+    happens.sort(key=lambda event: event[0])  # stable: an arrival stays after the operator before it
     return CallTrace(
         operands=tuple(placeholders),
-        forward=tuple(node for node in ran if place[node] <= place[watch.last_of_forward]),
+        forward=tuple(node for node in ran if place[node] <= place[recorder.last_of_forward]),
         backward=tuple(event for _, event in happens),
         results=tuple(
-            Result(node, *facts, tangent) for node, facts, tangent in zip(results, watch.results, given, strict=True)
+            Result(node, *facts, tangent) for node, facts, tangent in zip(results, recorder.results, given, strict=True)
         ),
-        nest=watch.nest,
+        nest=recorder.nest,
     )
 
 
 def _only_detaches(node: fx.Node, end: fx.Node) -> bool:
-    """Is this a detached name for a tensor that is saved? Then its readers read the tensor itself from now on."""
+    """Return whether a node only detaches a saved tensor; if so, replace it by the tensor itself."""
     if node.target is not torch.ops.aten.detach.default or end in node.users:
         return False
     (saved,) = node.all_input_nodes
@@ -117,8 +110,9 @@ def _only_detaches(node: fx.Node, end: fx.Node) -> bool:
     return True
 
 
-def _adds_for_nobody(node: fx.Node) -> bool:
-    """Is this the sum of an operand's gradients? Whoever pastes the call adds up its contributions with all others."""
+def _sums_contributions(node: fx.Node) -> bool:
+    """Return whether a node is the unread sum of an operand's gradients; if so, erase it. `repeats.py` adds up the
+    contributions of all calls."""
     if node.target is not torch.ops.aten.add.Tensor or node.users:
         return False
     node.graph.erase_node(node)
@@ -126,11 +120,11 @@ def _adds_for_nobody(node: fx.Node) -> bool:
 
 
 @dataclass(slots=True)
-class _Watch:
-    """Runs the call and its product, noting what the traced graph alone does not tell."""
+class _CallRecorder:
+    """Runs the call and its product while they are traced, and records what the graph does not show."""
 
     call: Call
-    layouts: Sequence[Layout | None] | None
+    layouts: Sequence[TensorLayout | None] | None
     nest: Any = None
     results: list[tuple[bool, bool, int | None]] = field(default_factory=list)
     gradient_comes: list[bool] = field(default_factory=list)
@@ -143,7 +137,7 @@ class _Watch:
         returned, structure = pytree.tree_flatten(self.call(operands))
         results = list({id(leaf): leaf for leaf in returned if leaf is not None}.values())
         if not results or not all(isinstance(result, torch.Tensor) for result in results):
-            raise NotRepeatableError("it returns something else than tensors")
+            raise NotRepeatableError("it returns something that is not a tensor")
         if any(torch_private.was_written(operand) for operand in operands):
             raise NotRepeatableError("it writes to an operand")
         numbers = {id(result): number for number, result in enumerate(results)}
@@ -155,7 +149,7 @@ class _Watch:
         self.last_of_forward = torch_private.last_traced_node()
         layouts = self.layouts or [_like(result) for result in results]
         self.gradient_comes = [layout is not None for layout in layouts]
-        tangents = [_empty(layout) for layout in layouts if layout is not None]
+        tangents = [layout.empty() for layout in layouts if layout is not None]
         self.last_tangent = torch_private.last_traced_node()
         self._differentiate(list(itertools.compress(results, self.gradient_comes)), operands, tangents)
         return [*results, *tangents, *self.contributions]
@@ -173,18 +167,18 @@ class _Watch:
         for node in _reachable(ends):
             targets = [wanted.get(source) for source, _ in node.next_functions]
             if any(target is not None for target in targets):
-                node.register_hook(self._noting(targets))
+                node.register_hook(self._record(targets))
         sources = [operand for operand in operands if operand.requires_grad]
         torch.autograd.grad(ends, sources, tangents, allow_unused=True)
 
-    def _noting(self, targets: Sequence[int | None]) -> Callable[[Any, Any], None]:
-        def note(gradients: Sequence[torch.Tensor | None], _: Any) -> None:
+    def _record(self, targets: Sequence[int | None]) -> Callable[[Any, Any], None]:
+        def record(gradients: Sequence[torch.Tensor | None], _: Any) -> None:
             for target, gradient in zip(targets, gradients, strict=True):
                 if target is not None and gradient is not None:
                     self.arrivals.append((torch_private.last_traced_node(), target))
                     self.contributions.append(gradient)
 
-        return note
+        return record
 
 
 def _reachable(results: Sequence[torch.Tensor]) -> list[Any]:
@@ -199,10 +193,6 @@ def _reachable(results: Sequence[torch.Tensor]) -> list[Any]:
     return list(found)
 
 
-def _like(result: torch.Tensor) -> Layout | None:
-    """The gradient to expect for a result; an operand that is returned as it came is a leaf here and needs none."""
+def _like(result: torch.Tensor) -> TensorLayout | None:
+    """The layout of the gradient of a result; None for an operand that is returned unchanged, which is a leaf here."""
     return layout_of(result) if result.grad_fn is not None else None
-
-
-def _empty(layout: Layout) -> torch.Tensor:
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)

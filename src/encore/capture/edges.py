@@ -1,8 +1,8 @@
-"""The edges of a graph, for AOTAutograd: from the same inputs to like outputs, with nothing between them.
+"""A graph with the inputs and outputs of another one and no computation between them, for AOTAutograd.
 
 AOTAutograd wraps what Encore runs into autograd: saving, tangents, outputs that are views, errors for a second
-derivative. For that it only has to know what goes in and what comes out, so a joint graph that was made elsewhere comes
-with a graph of a single call that makes empty outputs, and empty gradients for the inputs that get some.
+derivative. For that it only needs the inputs and outputs. So a joint graph that AOTAutograd has not traced comes with a
+graph of a single call, which returns empty outputs, and empty gradients for the inputs that receive some.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What an output looks like."""
+    """The facts about an output that AOTAutograd needs."""
 
     tensor: torch.Tensor
     requires_grad: bool
@@ -27,7 +27,7 @@ class Output:
 
 
 def edges_of(module: fx.GraphModule, outputs: Sequence[Output], gets_gradient: Sequence[bool]) -> fx.GraphModule:
-    """A graph that takes what the Dynamo graph takes. `gets_gradient` says so for each of its inputs."""
+    """Return a graph with the inputs of a Dynamo graph and these outputs; `gets_gradient` has a flag for each input."""
     graph = fx.Graph()
     sources = []
     for node in module.graph.find_nodes(op="placeholder"):
@@ -73,6 +73,6 @@ def _empty(output: Output) -> torch.Tensor:
 
 
 def _base(output: Output) -> torch.Tensor:
-    """All of the memory that the output is a view of."""
+    """A tensor as large as the storage that the output is a view of."""
     like = output.tensor
     return torch.empty(like.untyped_storage().nbytes() // like.element_size(), dtype=like.dtype, device=like.device)

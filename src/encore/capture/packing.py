@@ -1,12 +1,12 @@
-"""`pack_padded_sequence` and `pad_packed_sequence` in captured models: Dynamo traces these functions in their place.
+"""Replacements for `pack_padded_sequence` and `pad_packed_sequence` that Dynamo traces in captured models.
 
-PyTorch's own end the graph, since the number of packed rows depends on the lengths. These keep shapes that depend on
-the padded batch alone (`rnn/packing.py`): new lengths run the same graph, and what the layers in between keep is in
-the plan. Lengths in a Python list would be part of the graph, a new one for every batch: the graph ends there, they
-become a tensor, and the batch is packed in the next graph. On devices other than the CPU, PyTorch's functions run
-between two graphs.
+PyTorch's functions break the graph, since the number of packed rows depends on the lengths. The shapes of these depend
+on the padded batch alone (`rnn/packing.py`): new lengths run the same graph, and the plan covers what the layers in
+between save. Lengths in a Python list would be constants of the graph, a new one for every batch: the graph breaks
+there, they become a tensor, and the batch is packed in the next graph. On devices other than the CPU, PyTorch's
+functions run between two graphs.
 
-`pad_packed_sequence` gives as many steps as the longest sequence has, which is what the batch was padded to, as a rule.
+`pad_packed_sequence` returns as many steps as the longest sequence has, which usually is what the batch was padded to.
 The captured shape has all steps; the first batch whose longest sequence is shorter raises `ShorterSequencesError`, and
 the model is captured once more, with a break of the graph at that function (`compiled.py`).
 """
@@ -22,22 +22,22 @@ import torch
 from torch import Tensor
 from torch.nn.utils import rnn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
 from encore.capture.torch_private import Replacement
+from encore.graph.torch_private import pytree
 from encore.rnn.packed_rows import BatchSizes, CapturedSequence, PackedRows, block_of
 from encore.rnn.sequence import can_walk
 
 
 class PackingSession(Protocol):
-    """What is known of the model that runs."""
+    """The part of a session that packing needs."""
 
     packs: bool
-    """Has packing become part of one of its graphs?"""
+    """Whether one of its graphs packs or pads sequences."""
 
     def count_outside(self, size: int) -> None:
-        """Note bytes that were allocated between graphs."""
+        """Record bytes that were allocated between graphs."""
 
 
 _traced: ContextVar[dict[Any, Replacement] | None] = ContextVar("encore: functions that pack and pad", default=None)
@@ -46,8 +46,8 @@ _session: ContextVar[PackingSession | None] = ContextVar("encore: the session of
 
 @contextlib.contextmanager
 def traced_packing(*, whole: bool, session: PackingSession) -> Iterator[None]:
-    """Packing that Dynamo meets inside becomes part of the graph; padding as well, if batches are padded no further
-    than to their longest sequence."""
+    """Trace packing into graphs; padding as well if `whole`: batches are padded no further than to their longest
+    sequence."""
     pad = traced_pad_packed_sequence if whole else pad_to_a_given_length
     token = _traced.set(
         {
@@ -59,7 +59,7 @@ def traced_packing(*, whole: bool, session: PackingSession) -> Iterator[None]:
     )
     running = _session.set(session)
     try:
-        with torch_private.read_otherwise(READERS):
+        with torch_private.replaced_readers(READERS):
             yield
     finally:
         _session.reset(running)
@@ -67,10 +67,10 @@ def traced_packing(*, whole: bool, session: PackingSession) -> Iterator[None]:
 
 
 def _replacement(function: Any) -> Replacement | None:
-    """What Dynamo is to trace for a function now."""
+    """The replacement that Dynamo traces for a function now, if there is one."""
     found = (_traced.get() or {}).get(function)
     session = _session.get()
-    if found is not None and session is not None and function is not PackedSequence:  # which layers merely ask for
+    if found is not None and session is not None and function is not PackedSequence:  # layers only check for that class
         session.packs = True
     return found
 
@@ -82,7 +82,7 @@ def traced_pack_padded_sequence(
     input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True
 ) -> PackedSequence:
     if not _can_be_captured(input, lengths, batch_first):
-        torch._dynamo.graph_break(msg=PACKED)
+        torch_private.graph_break(msg=PACKED)
     return _packed(input, lengths, batch_first, enforce_sorted, later=False)
 
 
@@ -95,9 +95,9 @@ def traced_pack_sequence(sequences: Any, enforce_sorted: bool = True) -> PackedS
 def traced_packed_sequence(
     data: Any, batch_sizes: Any = None, sorted_indices: Any = None, unsorted_indices: Any = None
 ) -> PackedSequence:
-    """Rows that are a tensor. How many sequences there are is the first of their sizes: data, if those are a tensor."""
+    """The number of sequences is the first batch size, which depends on data if batch sizes are a tensor."""
     if not isinstance(batch_sizes, BatchSizes):
-        torch._dynamo.graph_break(msg=CONSTRUCTED)
+        torch_private.graph_break(msg=CONSTRUCTED)
     return CapturedSequence(data, batch_sizes, sorted_indices, unsorted_indices)
 
 
@@ -107,9 +107,9 @@ def traced_pad_packed_sequence(
     rows: Any = sequence[0]
     sizes: Any = sequence.batch_sizes
     if not isinstance(sizes, BatchSizes):
-        torch._dynamo.graph_break(msg=PADDED)
+        torch_private.graph_break(msg=PADDED)
     if total_length is not None and total_length < sizes.numbers.shape[0]:
-        torch._dynamo.graph_break(msg=PADDED)  # whether that is an error depends on the lengths
+        torch_private.graph_break(msg=PADDED)  # whether that is an error depends on the lengths
     steps = sizes.numbers.shape[0] if total_length is None else total_length
     padded = torch.ops.encore.pad_rows(
         block_of(rows, sizes), sizes.numbers, batch_first, padding_value, steps, total_length is None
@@ -124,19 +124,19 @@ def traced_pad_packed_sequence(
 def pad_to_a_given_length(
     sequence: PackedSequence, batch_first: bool = False, padding_value: float = 0.0, total_length: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Padding in the graph only to a length that is given."""
+    """`pad_packed_sequence` that stays in the graph only if `total_length` is given."""
     if total_length is None:
-        torch._dynamo.graph_break(msg=PADDED)
+        torch_private.graph_break(msg=PADDED)
     return traced_pad_packed_sequence(sequence, batch_first, padding_value, total_length)
 
 
-PACKED = "encore: pack_padded_sequence: lengths that are not a tensor on the CPU are no part of a graph"
-CONSTRUCTED = "encore: PackedSequence: how many sequences it has depends on data"
-PADDED = "encore: pad_packed_sequence: how many steps it gives depends on data"
+PACKED = "encore: pack_padded_sequence: lengths that are not a tensor on the CPU cannot be part of a graph"
+CONSTRUCTED = "encore: PackedSequence: the number of its sequences depends on data"
+PADDED = "encore: pad_packed_sequence: the number of steps that it returns depends on data"
 
 
 def _can_be_captured(input: Any, lengths: Any, batch_first: bool) -> bool:
-    """Are these what PyTorch accepts, with lengths that a graph can read?"""
+    """Return whether PyTorch accepts these arguments and the lengths can be an input of the graph."""
     if not isinstance(lengths, Tensor) or lengths.device.type != "cpu" or lengths.dim() != 1:
         return False
     if input.device.type != "cpu" or input.dim() < 2 or input.numel() == 0:
@@ -166,8 +166,7 @@ def _packed(input: Tensor, lengths: Tensor, batch_first: bool, enforce_sorted: b
 def pack_between_graphs(
     input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True
 ) -> PackedSequence:
-    """`pack_padded_sequence` where the graph has ended at it: lengths from a list become a tensor, and the next graph
-    packs."""
+    """`pack_padded_sequence` between graphs: lengths from a list become a tensor, and the next graph packs."""
     numbers = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
     if _can_be_captured(input, numbers, batch_first):
         packed = _packed(input, numbers, batch_first, enforce_sorted, later=True)
@@ -181,14 +180,14 @@ def pack_between_graphs(
 
 
 class _Between(type):
-    """Instances are those of `PackedSequence`."""
+    """Makes every `PackedSequence` an instance."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, PackedSequence)
 
 
 class SequenceBetweenGraphs(PackedSequence, metaclass=_Between):
-    """`PackedSequence` where the graph has ended at it: the next graph has the layers that read what it gives."""
+    """`PackedSequence` between graphs: the next graph has the layers that read it."""
 
     @torch.compiler.disable
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +204,7 @@ class SequenceBetweenGraphs(PackedSequence, metaclass=_Between):
 def packed_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], session: PackingSession
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a model with their packed sequences in blocks; all others are the same objects."""
+    """Return the arguments of a model with packed sequences in blocks; all other arguments are the same objects."""
     found = [leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_packed) if _is_packed(leaf)]
     if not found:
         return args, kwargs
@@ -227,7 +226,7 @@ def _in_block(packed: PackedSequence) -> PackedSequence:
 
 
 def _is_packed(thing: Any) -> bool:
-    """Is it a packed sequence that can be captured, and has not been yet?"""
+    """Return whether this is a packed sequence that can be captured and is not in a block yet."""
     if not isinstance(thing, PackedSequence) or not isinstance(thing[0], Tensor):
         return False
     rows, sizes = thing[:2]
@@ -245,4 +244,4 @@ READERS = {
     rnn.pad_packed_sequence: _function,
     PackedSequence: _class,
 }
-"""How Dynamo reads what packs and pads, while a compiled model runs."""
+"""Dynamo's readers of functions that pack and pad, while a compiled model runs."""

@@ -1,20 +1,20 @@
 """`torch.nn.LSTM`, `GRU` and `RNN`, unchanged, as Encore's whole-sequence operators.
 
-All layers and directions of such a module are one call of `aten::lstm` or its kin. Where a step is traced for the fused
-lowering, that call becomes one `encore::lstm_forward` a layer and direction (`rnn/stack.py`): its workspace is known
-to the byte, and what it leaves for backward is among its results. The call stays ATen's
+All layers and directions of such a module are one call of `aten::lstm`, `aten::gru` or similar. If a step is traced for
+the fused lowering, that call becomes one `encore::lstm_forward` a layer and direction (`rnn/stack.py`): its workspace
+is known to the byte, and what it saves for backward is among its results. The call stays ATen's
 
-- in the eager lowering, which promises eager's very bits, and after `skip="recurrent"`;
+- in the eager lowering, whose results are bit-identical to eager's, and after `skip="recurrent"`;
 - on devices other than the CPU, which have kernels of their own (cuDNN);
-- where there is no C++ compiler for the steps of Encore's operators: without it they are slower than ATen's.
-  One warning says so;
-- inside `torch.func` and forward-mode differentiation, which Encore's operators know nothing of;
-- for types that they do not compute in, mixed ones, and empty inputs: ATen knows what to say.
+- without a C++ compiler for the steps of Encore's operators, which are slower than ATen's without one (a warning is
+  given once);
+- inside `torch.func` and forward-mode differentiation, which Encore's operators do not support;
+- for types that they do not support, mixed types and empty inputs, for which ATen has its own errors.
 
 A packed sequence inside a captured model lies in a block whose shape is known (`packing.py`). Its layers are one call
-of `encore::packed_layers`, which becomes the same operators, or in the cases above ATen's layers on the rows that are
-there (`rnn/packed_aten.py`). A `PackedSequence` that was made in some other way ends the graph, and its layers run as
-PyTorch's between two graphs: what they keep is in no prediction.
+of `encore::packed_layers`, which becomes the same operators, or in the cases above ATen's layers on the packed rows
+(`rnn/packed_aten.py`). A `PackedSequence` that was constructed otherwise breaks the graph, and its layers run as
+PyTorch's between two graphs: no prediction counts what they save.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _lifted: ContextVar[list[Any] | None] = ContextVar("encore: recurrent layers lif
 
 @contextlib.contextmanager
 def lifting(lowering: str, skip: Collection[str]) -> Iterator[list[Any]]:
-    """Recurrent layers that are traced inside become Encore's operators, in the fused lowering; the calls that
-    did are in the list."""
+    """Replace recurrent layers by Encore's operators while they are traced for the fused lowering; the list collects
+    the calls that were replaced."""
     calls: list[Any] = []
     token = _lifted.set(calls if lowering == "fused" and "recurrent" not in skip else None)
     try:
@@ -57,8 +57,8 @@ def lifting(lowering: str, skip: Collection[str]) -> Iterator[list[Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """What tells the kinds of layers apart."""
+class LayerKind:
+    """How the kinds of layers differ."""
 
     states: int
     gates: int
@@ -67,7 +67,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class LayerCall:
     """The arguments of one of these operators by name."""
 
     x: Tensor
@@ -84,28 +84,28 @@ class Call:
 
 
 KINDS = {
-    aten.lstm: Cell(2, 4, lstm_layer),
-    aten.gru: Cell(1, 3, gru_layer),
-    aten.rnn_tanh: Cell(1, 1, lambda keep: elman_layer(relu=False)),
-    aten.rnn_relu: Cell(1, 1, lambda keep: elman_layer(relu=True)),
+    aten.lstm: LayerKind(2, 4, lstm_layer),
+    aten.gru: LayerKind(1, 3, gru_layer),
+    aten.rnn_tanh: LayerKind(1, 1, lambda keep: elman_layer(relu=False)),
+    aten.rnn_relu: LayerKind(1, 1, lambda keep: elman_layer(relu=True)),
 }
-PACKED: dict[Any, Cell] = {kind.data: cell for kind, cell in KINDS.items()}
-CELLS: dict[Any, Cell] = {kind.input: cell for kind, cell in KINDS.items()} | PACKED
+PACKED: dict[Any, LayerKind] = {kind.data: cell for kind, cell in KINDS.items()}
+CELLS: dict[Any, LayerKind] = {kind.input: cell for kind, cell in KINDS.items()} | PACKED
 
 
 def lifted(operator: Any) -> Callable[..., Any]:
-    """What tracing runs for one of these operators."""
+    """Return the function that tracing runs for one of these operators."""
     unchanged = torch_private.composite(operator)
 
     def run(x: Tensor, hx: Any, *others: Any) -> Any:
-        found = _run(operator, Call(x, None, hx, *others))
+        found = _run(operator, LayerCall(x, None, hx, *others))
         return unchanged(x, hx, *others) if found is None else found
 
     return run
 
 
-def _run(operator: Any, call: Call) -> tuple[Tensor, ...] | None:
-    """The call by Encore's operators; None where it is left to ATen."""
+def _run(operator: Any, call: LayerCall) -> tuple[Tensor, ...] | None:
+    """Run the call with Encore's operators; None if it is left to ATen."""
     cell, x = CELLS[operator], call.x
     states = list(call.hx) if cell.states > 1 else [call.hx]
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *call.params))
@@ -136,9 +136,9 @@ def packed_layers(
     rows: Tensor, batch_sizes: Tensor, hx: list[Tensor], params: list[Tensor], kind: str, has_biases: bool,
     num_layers: int, dropout: float, train: bool, bidirectional: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """All layers on rows in a block, as captured: Encore's operators, or ATen's a layer at a time."""
+    """Run all layers on rows in a block: with Encore's operators, or with ATen's, one layer at a time."""
     operator = getattr(aten, kind).data
-    call = Call(
+    call = LayerCall(
         rows, batch_sizes, hx if len(hx) > 1 else hx[0], params, has_biases, num_layers, dropout, train, bidirectional,
         batch_first=False,
     )  # fmt: skip
@@ -146,8 +146,8 @@ def packed_layers(
     return list(_by_aten(operator, call) if found is None else found)
 
 
-def _by_aten(operator: Any, call: Call) -> tuple[Tensor, ...]:
-    """ATen's layers, one operator each (`rnn/packed_aten.py`)."""
+def _by_aten(operator: Any, call: LayerCall) -> tuple[Tensor, ...]:
+    """Run the call with ATen's layers, one operator each (`rnn/packed_aten.py`)."""
     cell, x, directions = CELLS[operator], call.x, 2 if call.bidirectional else 1
     states = list(call.hx) if cell.states > 1 else [call.hx]
     layers = _by_layer(call.params, call.has_biases, call.num_layers * directions)
@@ -162,7 +162,8 @@ def _by_aten(operator: Any, call: Call) -> tuple[Tensor, ...]:
             types = _autocast_types(operator, autocast, types, call.params[0].dtype, layers[first][-1] is not None)
         if types is None:
             raise OperandError(
-                f"{operator} does not take these types under autocast: {x.dtype}, {call.params[0].dtype}"
+                f"{operator} does not accept these types under autocast: {x.dtype} with weights of "
+                f"{call.params[0].dtype}; cast the input or the weights to one type"
             )
         reverse = layers[first + 1] if directions > 1 else [None] * len(layers[first])
         x, *last = torch.ops.encore.packed_aten_forward(
@@ -194,7 +195,7 @@ def _by_layer(params: Sequence[Tensor], has_biases: bool, count: int) -> list[li
 
 
 def _result_types(operator: Any, tensors: Sequence[Tensor], projected: bool) -> tuple[torch.dtype, ...] | None:
-    """Types of output and last states of a call, computed in that of the output; None where it is left to ATen."""
+    """The types of the output and of the last states of a call; None if it is left to ATen."""
     if not all(tensor.device.type == "cpu" and tensor.dtype in TYPES and tensor.numel() for tensor in tensors):
         return None
     if torch_private.is_transformed() or not _steps_are_compiled():
@@ -225,11 +226,11 @@ def _steps_are_compiled() -> bool:
 def _autocast_types(
     operator: Any, autocast: torch.dtype, initial: tuple[torch.dtype, ...], weights: torch.dtype, projected: bool
 ) -> tuple[torch.dtype, ...] | None:
-    """What autocast makes of these types differs from cell to cell (an LSTM's c stays in float32 if h is projected, a
-    GRU's h does always): ATen is asked, by a call of one unit."""
+    """The result types under autocast differ between kinds of layers (an LSTM's c stays in float32 if h is projected, a
+    GRU's h always does), so they are taken from a call of ATen's layer with one unit."""
     gates, width, hidden = CELLS[operator].gates, 1, 2 if projected else 1
     sizes = [(gates * hidden, 1), (gates * hidden, width), *([(width, hidden)] if projected else [])]
-    with torch_private.beside_tracing(), warnings.catch_warnings(action="ignore"):
+    with torch_private.outside_tracing(), warnings.catch_warnings(action="ignore"):
         widths = (1, width, hidden)[: len(initial)]
         x, *states = (torch.zeros(1, 1, size, dtype=dtype) for size, dtype in zip(widths, initial, strict=True))
         sequence = (x[0], torch.ones(1, dtype=torch.int64)) if operator in PACKED else (x,)
@@ -238,9 +239,9 @@ def _autocast_types(
         hx = states if len(states) > 1 else states[0]
         try:
             results = torch_private.composite(operator)(*sequence, hx, params, False, 1, 0.0, False, False, *order)
-        except RuntimeError:  # refused: so will the call be
+        except RuntimeError:  # ATen rejects these types, and will reject the call
             return None
     return tuple(result.dtype for result in results)
 
 
-torch_private.INSTEAD.update({kind.input: lifted(kind.input) for kind in KINDS})
+torch_private.TRACED_KERNELS.update({kind.input: lifted(kind.input) for kind in KINDS})

@@ -1,16 +1,15 @@
-"""The joint graph of a long graph that repeats itself, put together from the traces of its distinct calls.
+"""The joint graph of a long graph with repeated calls, assembled from the traces of its distinct calls.
 
 AOTAutograd traces every time step of an unrolled loop, though all are alike, at about two milliseconds an operator.
 Here each *distinct* call of a Dynamo graph (the same function and constants on operands of the same layout) is traced
-once, and its trace is pasted wherever the call occurs: forwards in order, vector-Jacobian products in reverse. Between
-them stands what autograd's engine does: it runs the products of later calls first, and adds up the gradients of a
-tensor as they arrive.
+once, and its trace is pasted wherever the call occurs: forwards in order, vector-Jacobian products in reverse, as
+autograd's engine does. The gradients of a tensor are added up in the order in which they arrive.
 
-The pasted graph is what AOTAutograd would have traced, operator for operator. AOTAutograd itself still makes the
-callables, from a graph with the same inputs and outputs and nothing between them (`Repeats.edges`).
+The pasted graph is what AOTAutograd would have traced, operator for operator. AOTAutograd itself still
+builds the callables, from a graph with the same inputs and outputs and nothing between them (`Repeats.edges`).
 
-Whatever does more than compute new tensors (writes, context managers, subclasses, outputs that are inputs or share
-memory) is left to AOTAutograd, and so are graphs with little to gain.
+A graph with a call that does more than compute new tensors (writes, context managers, subclasses, outputs that are
+inputs or share memory) is left to AOTAutograd, and so is one with few repetitions.
 """
 
 from __future__ import annotations
@@ -23,26 +22,27 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
-from encore.capture.call_trace import Arrival, Layout, NotRepeatableError, Result, layout_of, trace_call
+from encore.capture.call_trace import Arrival, NotRepeatableError, Result, layout_of, trace_call
 from encore.capture.edges import Output, edges_of
-from encore.capture.templates import Template, Window, frozen, template_of, tensors_of
+from encore.capture.layouts import TensorLayout
+from encore.capture.templates import Template, TensorWindow, frozen, template_of, tensors_of
+from encore.graph.torch_private import pytree
 from encore.graph.values import Ref, map_refs
 
 log = logging.getLogger("encore")
 
 FEWEST_CALLS = 200
 MOST_DISTINCT = 0.5
-"""A graph pays if it has that many calls, and at most this share of them is distinct."""
+"""A graph is traced by its distinct calls if it has at least so many calls, and at most this share is distinct."""
 
-KNOWN_TO_KEEP_NO_STATE = frozenset({"torch", "_operator", "builtins", "math"})
-"""Modules whose functions do the same whenever they are called alike."""
+WITHOUT_STATE = frozenset({"torch", "_operator", "builtins", "math"})
+"""Modules whose functions depend on nothing but their arguments."""
 
 
 def trace_repeats(module: fx.GraphModule) -> Repeats | None:
-    """The joint graph of a Dynamo graph by way of its distinct calls; None where AOTAutograd should trace it."""
+    """Assemble the joint graph of a Dynamo graph from its distinct calls; None if AOTAutograd should trace it."""
     if torch_private.casts_automatically() or not torch.is_grad_enabled():
         return None
     try:
@@ -50,22 +50,22 @@ def trace_repeats(module: fx.GraphModule) -> Repeats | None:
             return None
         with torch_private.eager_operators(), torch_private.real_tensors():
             return _Paste(module).repeats()
-    except Exception as reason:  # whatever cannot be traced out of its place, AOTAutograd may still trace in it
+    except Exception as reason:  # of any kind: AOTAutograd may still trace the graph as a whole
         log.info("%d calls are traced one by one: %s", len(module.graph.nodes), reason)
         return None
 
 
 @dataclass(slots=True)
 class Repeats:
-    """A pasted joint graph, and its edges for AOTAutograd."""
+    """An assembled joint graph, and its inputs and outputs for AOTAutograd."""
 
     edges: fx.GraphModule
     graph: fx.Graph
     templates: int
-    """Calls that were really traced."""
+    """The number of calls that were traced."""
 
     def joint(self, edges: fx.GraphModule) -> fx.GraphModule:
-        """The pasted graph in place of the joint graph that AOTAutograd made of the edges."""
+        """The assembled graph in place of the joint graph that AOTAutograd has traced from `edges`."""
         self._take_descriptions(_sources(self.graph), _sources(edges.graph))
         mine, its = self.graph.output_node(), edges.graph.output_node()
         computed, expected = pytree.arg_tree_leaves(*mine.args), pytree.arg_tree_leaves(*its.args)
@@ -77,16 +77,16 @@ class Repeats:
 
     def _take_descriptions(self, mine: Sequence[fx.Node], its: Sequence[fx.Node]) -> None:
         if [_seen(source) for source in mine] != [_seen(source) for source in its]:
-            raise NotRepeatableError("AOTAutograd takes the inputs or tangents otherwise")
+            raise NotRepeatableError("AOTAutograd expects other inputs or tangents")
         for source, description in zip(mine, its, strict=True):
             source.meta["desc"] = description.meta.get("desc")
 
 
-def _seen(source: fx.Node) -> tuple[str, Layout]:
+def _seen(source: fx.Node) -> tuple[str, TensorLayout]:
     return source.name, layout_of(source.meta["val"])
 
 
-# -- does it pay? ----------------------------------------------------------------------------------------------------
+# -- whether it pays -------------------------------------------------------------------------------------------------
 
 
 def _pays(module: fx.GraphModule) -> bool:
@@ -98,11 +98,11 @@ def _pays(module: fx.GraphModule) -> bool:
 
 
 def _is_call(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and not _takes_a_result_apart(node)
+    return node.op in ("call_function", "call_method") and not _indexes_a_tuple(node)
 
 
-def _takes_a_result_apart(node: fx.Node) -> bool:
-    """Is this the indexing of a tuple, no computation?"""
+def _indexes_a_tuple(node: fx.Node) -> bool:
+    """Return whether a node only indexes a tuple of results."""
     if node.target is not operator.getitem:
         return False
     container = node.args[0]
@@ -114,7 +114,7 @@ def _takes_a_result_apart(node: fx.Node) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Variable:
-    """What autograd knows as one tensor, and what has arrived of its gradient."""
+    """One tensor as autograd sees it, and the gradient that has arrived for it so far."""
 
     node: fx.Node
     requires_grad: bool
@@ -137,18 +137,18 @@ class _Call:
     results: list[_Variable]
     pasted: list[fx.Node]
     marks: dict[str, Any]
-    """Line and module, for whoever reads the graph."""
+    """Its source line and module."""
 
 
 @dataclass(slots=True)
 class _Paste:
-    """One Dynamo graph on its way to a joint graph."""
+    """Assembles the joint graph of one Dynamo graph."""
 
     module: fx.GraphModule
     graph: fx.Graph = field(default_factory=fx.Graph)
     templates: dict[Hashable, Template] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    """What a node of the Dynamo graph stands for: a variable, or a nest of them."""
+    """The result of a node of the Dynamo graph: a variable, or a nest of variables."""
     calls: list[_Call] = field(default_factory=list)
     mode: Any = None
 
@@ -163,8 +163,8 @@ class _Paste:
             self._backward(call)
         gradients = [source.gradient for source in inputs]
         self.graph.output((*(output.node for output in outputs), *gradients))
-        looks = [Output(output.tensor, output.requires_grad, output.is_view) for output in outputs]
-        edges = edges_of(self.module, looks, [gradient is not None for gradient in gradients])
+        facts = [Output(output.tensor, output.requires_grad, output.is_view) for output in outputs]
+        edges = edges_of(self.module, facts, [gradient is not None for gradient in gradients])
         return Repeats(edges, self.graph, templates=len(self.templates))
 
     def _input(self, node: fx.Node, number: int) -> _Variable:
@@ -185,7 +185,7 @@ class _Paste:
         if len(_storages([*inputs, *outputs])) < len(_storages(inputs)) + len(outputs):
             raise NotRepeatableError("an output shares memory with another one, or with an input")
         if not any(output.requires_grad for output in outputs):
-            raise NotRepeatableError("nothing is to be differentiated")
+            raise NotRepeatableError("no output requires a gradient")
         return outputs
 
     def _tangents(self, outputs: Sequence[_Variable], after: fx.Node) -> None:
@@ -199,8 +199,8 @@ class _Paste:
 
     def _forward(self, node: fx.Node) -> None:
         if node.op not in ("call_function", "call_method"):
-            raise NotRepeatableError(f"it holds a {node.op} node")
-        if _takes_a_result_apart(node):
+            raise NotRepeatableError(f"it has a {node.op} node")
+        if _indexes_a_tuple(node):
             container, index = node.args
             self.values[node] = self.values[container][index]  # type: ignore[index]
             return
@@ -221,11 +221,11 @@ class _Paste:
         if result.operand is not None:
             return operands[result.operand]
         if result.requires_grad and not any(operand.requires_grad for operand in operands):
-            raise NotRepeatableError("it makes tensors that require gradients")
+            raise NotRepeatableError("it returns tensors that require gradients, from operands that do not")
         return _Variable(places[result.node], result.requires_grad, result.is_view)
 
     def _over_operands(self, argument: Any, operands: list[_Variable]) -> Any:
-        """The argument with a `Ref` to the list of operands for every tensor."""
+        """Return the argument with a `Ref` into the list of operands for every tensor."""
         if isinstance(argument, fx.Node):
             return self._over_operands(self.values[argument], operands)
         if isinstance(argument, _Variable):
@@ -269,7 +269,7 @@ class _Paste:
                 self._paste(event, template, places, marks)
 
     def _accumulate(self, variable: _Variable, new: fx.Node, marks: dict[str, Any]) -> None:
-        """As autograd's engine does it: what has arrived before, plus what arrives now."""
+        """Add a gradient to those that have arrived before, as autograd's engine does."""
         old = variable.gradient
         if old is None:
             variable.gradient = new
@@ -288,22 +288,22 @@ class _Paste:
         key: Hashable,
         run: Callable[[Sequence[Any]], Any],
         operands: Sequence[_Variable],
-        tangents: Sequence[Layout | None] | None = None,
+        tangents: Sequence[TensorLayout | None] | None = None,
     ) -> Template:
         if key not in self.templates:
-            stand_ins = [self._alike(operand) for operand in operands]
-            self.templates[key] = template_of(trace_call(run, stand_ins, self.mode, tangents))
+            alike = [self._alike(operand) for operand in operands]
+            self.templates[key] = template_of(trace_call(run, alike, self.mode, tangents))
         return self.templates[key]
 
     def _alike(self, variable: _Variable) -> torch.Tensor:
-        """A fake tensor of the same layout that counts from the beginning of memory of its own."""
+        """A fake tensor of the same layout, at the beginning of a storage of its own."""
         layout = layout_of(variable.tensor)
         memory = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
         fake = torch_private.fake_window(self.mode, memory.untyped_storage(), 0, *layout)
         return fake.requires_grad_(variable.requires_grad)
 
     def _apart(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same window on memory of its own."""
+        """A fake tensor like this one, on a storage of its own."""
         storage = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
         return torch_private.fake_window(self.mode, storage, int(tensor.storage_offset()), *layout_of(tensor))
 
@@ -316,11 +316,11 @@ class _Paste:
         tensors: list[Any] = []
         for window in template.windows[step]:
             home = tensors if window is None or window.home in (None, step) else tensors_of(places[window.home])
-            tensors.append(None if window is None else self._look_through(window, home))
+            tensors.append(None if window is None else self._view_of(window, home))
         node.meta = marks | {"val": tuple(tensors) if isinstance(step.meta.get("val"), tuple | list) else tensors[0]}
         return node
 
-    def _look_through(self, window: Window, home: Sequence[Any]) -> torch.Tensor:
+    def _view_of(self, window: TensorWindow, home: Sequence[Any]) -> torch.Tensor:
         if window.home is None:
             storage, offset = torch.UntypedStorage(window.bytes, device="meta"), window.offset
         else:
@@ -330,12 +330,12 @@ class _Paste:
 
 
 def _caller(node: fx.Node, args: Any, kwargs: Any) -> Callable[[Sequence[Any]], Any]:
-    """The call as a function of its operands."""
+    """Return the call as a function of its operands."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name.endswith("_") and not name.endswith("__"):
         raise NotRepeatableError(f"{name} works in place")
-    if (getattr(node.target, "__module__", None) or "torch").partition(".")[0] not in KNOWN_TO_KEEP_NO_STATE:
-        raise NotRepeatableError(f"{name} may do something else each time")
+    if (getattr(node.target, "__module__", None) or "torch").partition(".")[0] not in WITHOUT_STATE:
+        raise NotRepeatableError(f"{name} may depend on more than its arguments")
 
     def run(operands: Sequence[Any]) -> Any:
         filled, named = map_refs((args, kwargs), operands.__getitem__)
@@ -347,7 +347,7 @@ def _caller(node: fx.Node, args: Any, kwargs: Any) -> Callable[[Sequence[Any]], 
 
 
 def _nested(nest: Any, results: Sequence[_Variable]) -> Any:
-    """What a call returns, with variables for the numbers of its results."""
+    """Return the results of a call in the nest in which it returns them."""
     if isinstance(nest, tuple | list):
         kind = list if isinstance(nest, list) else tuple
         return kind(_nested(item, results) for item in nest)
@@ -356,7 +356,7 @@ def _nested(nest: Any, results: Sequence[_Variable]) -> Any:
     return None if nest is None else results[nest]
 
 
-def _tangent_layout(result: Result) -> Layout | None:
+def _tangent_layout(result: Result) -> TensorLayout | None:
     return None if result.tangent is None else layout_of(result.tangent.meta["val"])
 
 

@@ -2,7 +2,7 @@
 
 AOTAutograd traces a backward that takes a gradient for every output, and PyTorch fills in zeros for the outputs that
 the loss does not use. Eager autograd runs no node that receives no gradient at all. Here the joint graph is cut down to
-what eager runs: backward is linear in the gradients it is given, so an operator whose gradients are all zero makes
+what eager runs: backward is linear in the gradients it is given, so an operator whose gradients are all zero returns
 zeros, and is left out; a sum with such a term is its other term; an operator that reads such a term next to one that
 is not zero (`cat`, for one) reads a tensor of zeros, as in eager. Inputs whose gradient is zero in this sense get none.
 """
@@ -10,16 +10,16 @@ is not zero (`cat`, for one) reads a tensor of zeros, as in eager. Inputs whose 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
+from encore.capture.layouts import TensorLayout
 from encore.graph import Graph, OpClass
 from encore.graph.ops import SIDE_EFFECTS
+from encore.graph.torch_private import pytree
 from encore.graph.values import span_elements
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ MARKS = (
     "val", "desc", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "recompute",
     "ac_graph_id", "saved_tensor_with_no_vc_check",
 )  # fmt: skip
-"""What is remembered of a node; the rest of what tracing notes may hold on to the user's tensors."""
+"""The metadata of a node that is kept; other entries may keep the user's tensors alive."""
 
 STATISTICS: dict[Any, tuple[int | None, frozenset[int], frozenset[int]]] = {
     aten._native_batch_norm_legit_functional.default: (5, frozenset({3, 4}), frozenset({3, 4})),
@@ -39,45 +39,31 @@ positions of the old statistics, and those of the new ones among the results."""
 
 
 Used = frozenset[int]
-"""Tangents, by number."""
+"""A set of tangents, by number."""
 
 
 class NotOptionalError(Exception):
-    """The graph cannot do without some of its tangents."""
-
-
-@dataclass(frozen=True, slots=True)
-class TangentLayout:
-    """What a gradient looks like."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def zeros(self) -> torch.Tensor:
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return made.zero_()
+    """A graph that cannot be computed without some of its tangents."""
 
 
 class Tangents:
-    """The gradients that a joint graph takes, by number, and what depends on which of them."""
+    """The tangents of a joint graph, by number, and what depends on each of them."""
 
     def __init__(self, joint: fx.GraphModule, num_outputs: int) -> None:
         graph = joint.graph
         nodes = [node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name]
         self.names = [node.name for node in nodes]
         self.everything = frozenset(range(len(nodes)))
-        self.layouts = [_layout(node) for node in nodes]
+        self.layouts = [TensorLayout.of(node.meta["val"]) for node in nodes]
         self.may_be_missing = not torch_private.takes_apart_tensors(graph)
-        """May autograd leave gradients out, instead of filling in zeros?"""
+        """Whether autograd may pass None for a missing gradient instead of zeros."""
         self.optional = self.may_be_missing and len(nodes) > 1 and not torch_private.saves_unchecked(graph)
-        """Can the graph be cut down?"""
+        """Whether the graph can be cut down."""
         reach = _reaches(graph, nodes)
         flat = pytree.arg_tree_leaves(*graph.output_node().args)
         self.gradients = [reach.get(node, self.everything) for node in flat[num_outputs:]]
-        """For each gradient that the graph makes, the tangents it depends on. One that depends on none (the zeros of
-        `torch.normal`) is made for whichever is given, as in eager."""
+        """For each gradient that the graph computes, the tangents it depends on. One that depends on none (the zeros of
+        `torch.normal`) is computed for any set of tangents, as in eager."""
         self.joint = torch_private.graph_in_place_of(joint, _lean_copy(graph)) if self.optional else None
 
     @property
@@ -94,11 +80,11 @@ class Tangents:
         return frozenset(number for number, name in enumerate(self.names) if name in names)
 
     def require_all(self) -> None:
-        """The graph is not to be cut down: forget it."""
+        """Declare that the graph cannot be cut down, and free it."""
         self.optional, self.joint = False, None
 
     def only(self, used: Collection[int]) -> fx.GraphModule:
-        """The joint graph that takes these tangents and no others."""
+        """Return the joint graph with these tangents and no others."""
         assert self.joint is not None
         if self.everything.issubset(used):
             return self.joint
@@ -108,13 +94,8 @@ class Tangents:
         return torch_private.graph_in_place_of(self.joint, _Cut(reach, frozenset(used)).run(graph))
 
 
-def _layout(node: fx.Node) -> TangentLayout:
-    val: Any = node.meta["val"]
-    return TangentLayout(tuple(val.shape), val.stride(), val.dtype, val.device)
-
-
 def _reaches(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[int]]:
-    """For every node that waits for tangents, for which."""
+    """For every node that depends on tangents, which ones."""
     reach = {node: frozenset((number,)) for number, node in enumerate(tangents)}
     for node in graph.nodes:
         read = {reach[operand] for operand in node.all_input_nodes if operand in reach}
@@ -124,7 +105,7 @@ def _reaches(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, froz
 
 
 class _Cut:
-    """One joint graph on its way to a smaller one."""
+    """Cuts a joint graph down to some of its tangents."""
 
     def __init__(self, reach: dict[fx.Node, frozenset[int]], used: frozenset[int]) -> None:
         self.zero = {node for node, tangents in reach.items() if not tangents & used}
@@ -133,7 +114,7 @@ class _Cut:
         self.filled: dict[fx.Node, fx.Node] = {}
         """Zeros that an operator reads, by what they replace."""
         self.moved: dict[int, torch.UntypedStorage] = {}
-        """Memory of sums that are their other term -> that of the term."""
+        """The storage of a sum that is replaced by its other term -> the storage of that term."""
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         for node in graph.nodes:
@@ -157,10 +138,10 @@ class _Cut:
             node, lambda read: self.filled[read] if read in self.zero else self.copies[read]
         )
         if self.moved and "val" in node.meta:
-            self.copies[node].meta["val"] = pytree.tree_map_only(torch.Tensor, self._where_it_lies, node.meta["val"])
+            self.copies[node].meta["val"] = pytree.tree_map_only(torch.Tensor, self._on_moved_storage, node.meta["val"])
 
-    def _where_it_lies(self, val: Any) -> Any:
-        """A view of a sum that is its other term looks at the memory of the term."""
+    def _on_moved_storage(self, val: Any) -> Any:
+        """A view of a sum that is replaced by its other term is a view of that term."""
         if not torch_private.is_plain_fake(val) or val.untyped_storage()._cdata not in self.moved:
             return val
         storage = self.moved[val.untyped_storage()._cdata]
@@ -169,7 +150,7 @@ class _Cut:
             return torch_private.fake_window(val.fake_mode, storage, val.storage_offset(), *look)
 
     def _other_term(self, node: fx.Node) -> fx.Node | None:
-        """What a sum is whose other term is zero, if it looks like the sum."""
+        """The term that replaces a sum whose other term is zero, if it has the layout of the sum."""
         if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
             return None
         terms = [term for term in node.args if isinstance(term, fx.Node) and term not in self.zero]
@@ -182,7 +163,7 @@ class _Cut:
     def _zeros(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         val: Any = node.meta.get("val")
         if not torch_private.is_plain_fake(val):
-            raise NotOptionalError(f"{reader.name} reads {node.name}, which is no dense tensor")
+            raise NotOptionalError(f"{reader.name} reads {node.name}, which is not a dense tensor")
         elements = span_elements(tuple(val.shape), val.stride())
         like = {"dtype": val.dtype, "layout": torch.strided, "device": val.device, "pin_memory": False}
         full = self.graph.create_node("call_function", aten.full.default, ([elements], 0), like, f"{node.name}_zeros")
@@ -200,7 +181,7 @@ class _Cut:
 
 
 def _lean_copy(graph: fx.Graph) -> fx.Graph:
-    """The graph with no more about its nodes than is needed."""
+    """Return a copy of the graph with the metadata in `MARKS` alone."""
     copy = fx.Graph()
     places: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -210,8 +191,8 @@ def _lean_copy(graph: fx.Graph) -> fx.Graph:
 
 
 def can_run_again(graph: Graph) -> bool:
-    """Does forward compute the same once more from the same inputs, after it has written to some of them? Then the
-    backward of outputs that were taken to receive no gradient can still be had."""
+    """Return whether forward computes the same a second time from the same inputs, even if it has written to some of
+    them. If so, the backward of outputs that were expected to receive no gradient can still run."""
     forward = [op for op in graph.ops if op.forward]
     if any(op.kind in SIDE_EFFECTS and op.kind is not OpClass.RANDOM for op in forward):
         return False

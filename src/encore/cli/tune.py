@@ -1,4 +1,4 @@
-"""`encore tune`: which layout each size of recurrent layer gets on this machine, measured and remembered."""
+"""`encore tune`: measure and cache the fastest layout for each size of recurrent layer on this machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from encore.errors import OptionError
-from encore.progress import progress
 from encore.rnn import tuning
-from encore.terminal import terminal_table
+from encore.terminal import progress, terminal_table
 from encore.tiers.limits import available_memory
 from encore.units import MOST_COUNT, bytes_text, seconds_text
 
@@ -22,13 +21,13 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """One size and what was found."""
+    """The measurements of one size."""
 
     size: tuning.Size
     seconds: dict[tuning.LayerLayout, float]
-    """Of a step, forward and backward, by layout."""
+    """Seconds of forward and backward, by layout."""
     known: bool
-    """Was it in the cache already?"""
+    """Whether it was in the cache."""
 
     @property
     def best(self) -> tuning.LayerLayout:
@@ -36,7 +35,7 @@ class Tuned:
 
     @property
     def gain(self) -> float:
-        """How much faster the best is than what would be used without measuring."""
+        """How much faster the best layout is than the one that is used without measuring."""
         return self.seconds[tuning.rule(self.size)] / self.seconds[self.best]
 
     def to_dict(self) -> dict[str, object]:
@@ -59,7 +58,7 @@ class Tuned:
 
 
 def sizes(arguments: argparse.Namespace) -> list[tuning.Size]:
-    """All that were asked for; mistakes are named before anything runs."""
+    """The sizes that the arguments ask for; mistakes are reported before anything runs."""
     for name, given, known in (
         ("cell", arguments.cell, tuple(CELLS)),
         ("stash", arguments.stash, ("fast", "lean")),
@@ -99,13 +98,13 @@ def sizes(arguments: argparse.Namespace) -> list[tuning.Size]:
 
 
 def least_bytes(size: tuning.Size) -> int:
-    """What a step of this size takes at least: weights and their gradients, inputs, outputs and their gradients."""
+    """The least memory of a step of this size: weights and their gradients, inputs, outputs and their gradients."""
     weights = size.hidden * (size.inputs + size.hidden)
     return 2 * (weights + size.steps * size.batch * (size.inputs + size.hidden)) * size.dtype.itemsize
 
 
 def run(arguments: argparse.Namespace) -> list[Tuned]:
-    """Measure what is not known yet."""
+    """Measure the sizes that are not in the cache."""
     asked = sizes(arguments)
     found: list[Tuned] = []
     with progress("tuning", len(asked)) as advance:

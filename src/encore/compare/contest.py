@@ -29,8 +29,8 @@ from encore.compare.trainee import (
     relative_distance,
 )
 from encore.errors import BudgetError, EncoreError
-from encore.progress import Advance
 from encore.report.report import Report
+from encore.terminal import Advance
 
 EAGER = "eager"
 WARM_UP = 2

@@ -24,7 +24,7 @@ from encore.compare.trainee import Trainee
 from encore.errors import BudgetError, EncoreError, OptionError
 from encore.machine import Machine, this_machine
 from encore.options import Budget, parse_budget
-from encore.progress import progress
+from encore.terminal import progress
 from encore.units import bytes_text
 
 ROUNDS = 7

@@ -1,7 +1,7 @@
-"""What Dynamo calls with each graph it finds: trace its joint graph and send it through `pipeline.py`.
+"""The Dynamo backend: it traces the joint graph of each graph and compiles it by `pipeline.py`.
 
-AOTAutograd traces forward and backward and asks for a split; that is where the joint graph is compiled. One INFO line a
-graph on the logger `encore`; `ENCORE_LOG=1` shows it on stderr.
+AOTAutograd traces forward and backward and calls a partition function; there the joint graph is compiled. The logger
+`encore` gets one INFO line for each graph; `ENCORE_LOG=1` shows it on stderr.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from encore.graph import Graph, Primal, UnsupportedGraphError, build_graph
 from encore.options import Options, make_options
 
 ONCE = ("dynamo", "capture", "capture of repeats")
-"""Stages of the first step that another plan for the same graph does not take again."""
+"""Stages that another plan for the same graph does not repeat."""
 
 log = logging.getLogger("encore")
 if os.environ.get("ENCORE_LOG"):
@@ -47,40 +47,40 @@ def compile_graph(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **unknown: Any
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="encore", options={"budget": "2GiB"})`."""
-    with _errors_as_themselves():
+    with _encore_errors_unwrapped():
         session = Session("torch.compile", make_options({**(options or {}), **unknown}), one_graph=True)
     return GraphCompiler(session)(module, inputs)
 
 
 @contextlib.contextmanager
-def _errors_as_themselves() -> Iterator[None]:
-    """What Encore raises on purpose reaches the caller of the compiled function unwrapped."""
+def _encore_errors_unwrapped() -> Iterator[None]:
+    """Pass errors of Encore's through Dynamo to the caller of the compiled function, unwrapped."""
     try:
         yield
     except EncoreError as error:
-        raise torch_private.BackendRefusal(error, keep_frames=isinstance(error, IllegalGraphError)) from None
+        raise torch_private.BackendError(error, keep_frames=isinstance(error, IllegalGraphError)) from None
 
 
-def _tell_of_recurrent_layers() -> None:
+def _warn_of_recurrent_layers() -> None:
     warnings.warn(
-        "encore: torch.compile passes over models with nn.LSTM, nn.GRU or nn.RNN, which then run as plain PyTorch; set "
+        "encore: torch.compile skips models with nn.LSTM, nn.GRU or nn.RNN, which then run as plain PyTorch; set "
         "torch._dynamo.config.allow_rnn = True before the first step, or use encore.compile(model)",
         stacklevel=2,
     )
 
 
 def __getattr__(name: str) -> Any:
-    """`encore_backend`, which the entry point of `torch.compile(backend="encore")` names. Only a process that asks for
-    it has a callback in Dynamo."""
+    """`encore_backend`, the entry point of `torch.compile(backend="encore")`. Only a process that uses it gets a
+    callback in Dynamo."""
     if name != "encore_backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    torch_private.tell_of_recurrent_layers(compile_graph, _tell_of_recurrent_layers)
+    torch_private.warn_of_recurrent_layers(compile_graph, _warn_of_recurrent_layers)
     globals()[name] = compile_graph
     return compile_graph
 
 
 class GraphCompiler:
-    """A Dynamo backend that files what it compiles under one session."""
+    """A Dynamo backend that adds what it compiles to one session."""
 
     def __init__(self, session: Session, compilation: Callable[..., GraphCompilation] | None = None) -> None:
         self.session = session
@@ -91,7 +91,7 @@ class GraphCompiler:
         self.session.remember_tensors(inputs)
         torch_private.pin_sizes(module)
         torch_private.guard_hooks()
-        with _errors_as_themselves():
+        with _encore_errors_unwrapped():
             compilation = self.compilation(self.session, module, inputs)
             compiled = compilation.compile()
         if self.session.checks and compilation.runner is not None:
@@ -100,7 +100,7 @@ class GraphCompiler:
 
 
 class GraphCompilation:
-    """One graph on its way from Dynamo to callables."""
+    """Compiles one graph of Dynamo's to callables."""
 
     def __init__(self, session: Session, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.session = session
@@ -124,7 +124,7 @@ class GraphCompilation:
         try:
             with lifting(self.session.options.lowering, self.session.options.skip) as self.lifted:
                 return self._traced()
-        finally:  # PyTorch keeps the callbacks, and they this object; it must not keep the user's parameters
+        finally:  # PyTorch keeps the callbacks, and thereby this object, which must not keep parameters alive
             self.inputs = ()
             self.repeats = None
             self.module = fx.GraphModule({}, fx.Graph())
@@ -150,14 +150,15 @@ class GraphCompilation:
         )
 
     def partition(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Plan the joint graph, which AOTAutograd has traced or only the edges of."""
+        """Plan the joint graph; if the calls of the graph were traced apart, AOTAutograd's has only its inputs and
+        outputs."""
         if self.repeats is not None:
             joint = self.repeats.joint(joint)
         self.clock.lap("capture" if self.repeats is None else "capture of repeats")
         return self.split(joint, num_outputs)
 
     def split(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Plan the whole joint graph; AOTAutograd gets a shell with the right inputs and outputs."""
+        """Plan the joint graph; return modules for AOTAutograd with the right inputs and outputs, and no body."""
         self.roles = torch_private.primals(joint, self.module, self.inputs)
         self.returned = torch_private.returned_outputs(joint, num_outputs)
         try:
@@ -186,8 +187,8 @@ class GraphCompilation:
         return build_graph(joint, primals=self.roles, returned=self.returned)
 
     def _first_used(self, tangents: Tangents, graph: Graph) -> Used:
-        """The gradients to expect before any backward: those that the plan which was given or graphs like this one
-        had; else those of losses, unless the outputs go on to another graph."""
+        """The gradients to expect before any backward: those of a given plan, or of the same graph in earlier steps;
+        else those of losses, unless the outputs are inputs of another graph."""
         if not tangents.optional:
             return tangents.everything
         if not can_run_again(graph):
@@ -210,7 +211,8 @@ class GraphCompilation:
         return expected
 
     def _plan_later(self, tangents: Tangents, used: Used, primals: Sequence[Any], in_backward: bool) -> Variant:
-        """Plan the graph for another set of gradients, while the step runs; for all, where that set cannot be."""
+        """Plan the graph for another set of gradients while the step runs; for all, if it cannot be cut down to that
+        set."""
         assert self.runner is not None
         session = self.session
         self.clock = StageClock({stage: taken for stage, taken in self.clock.seconds.items() if stage in ONCE})
@@ -239,7 +241,7 @@ class GraphCompilation:
         before: Sequence[CapturedGraph],
         options: Options,
     ) -> Variant:
-        """Send the joint graph, cut down to a set of gradients, through the pipeline."""
+        """Compile the joint graph, cut down to a set of gradients, by the pipeline."""
         captured = Captured(
             session=self.session,
             options=options,

@@ -2,16 +2,16 @@
 
 1. **Layer by layer.** The step runs once as it is, for the exact gradients. Then it runs once for every group of like
    activations (same operator and shape, module paths alike up to numbers) with these in a probe codec, and the error of
-   the gradients is noted. While it runs, every other codec is tried on a sample of the activations: to first order the
-   error of the gradients is proportional to that of the activation, so one run prices all codecs of a group.
+   the gradients is measured. While it runs, every other codec is tried on a sample of the activations: to first order
+   the error of the gradients is proportional to that of the activation, so one run prices all codecs of a group.
 2. **Together.** `plan/admission.py` picks the pairs of activation and codec whose errors, added in quadrature, stay
-   within the bound. One run with all of them, the worst codec of each, says what they do together; the allowance
-   shrinks until that holds, and grows once or twice if there is much to spare.
+   within the bound. One run with all of them, the worst codec of each, measures their joint error; the allowance
+   shrinks until the bound is kept, and grows once or twice if much of the bound is unused.
 3. **As planned.** The plan that the planner makes of these pairs is measured again: what is recomputed from a lossy
-   code is off as well. If it misses the bound, the allowance shrinks and the planner starts over.
+   code has an error as well. If it misses the bound, the allowance shrinks and the planner starts over.
 
-Steps run operator by operator, on the tensors that the step was called with, and everything is kept for them where that
-fits into the budget and the free memory; otherwise one of the strategies' proposals is recomputed. Effort is bounded:
+Steps run operator by operator, on the tensors that the step was called with, and everything is kept for them if that
+fits into the budget and the free memory; otherwise a proposal of the strategies is recomputed. Effort is bounded:
 `MOST_RUNS` groups, fewer if a step takes long (then groups are coarser).
 """
 
@@ -32,12 +32,12 @@ from encore.codecs import CODECS, Codec
 from encore.cost.gradient_error import (
     GradientError,
     Gradients,
+    compare_gradients,
     extra_bytes,
     gradient_bytes,
-    gradient_error,
     lossy_codec,
     lower_in_memory,
-    made_up_tangents,
+    random_tangents,
     run_gradients,
     why_unmeasurable,
 )
@@ -45,17 +45,17 @@ from encore.cost.room import step_has_room
 from encore.fates import Encode, Recompute, codes_of, owned
 from encore.plan import Plan, Planner, feature_maps
 from encore.plan.admission import Admitted, LossyCandidate, admit, worst_of
-from encore.progress import progress
 from encore.schedule import Schedule, carry_out, schedule_step
+from encore.terminal import progress
 
 log = logging.getLogger("encore")
 
 MARGIN = 0.95
-"""Share of the bound that is used up on purpose: the step as it runs rounds a little differently."""
+"""Share of the bound that is used: the step as it runs rounds a little differently."""
 SHRINK = 0.8
 """Errors shrink a little less than the allowance does."""
-MUCH_TO_SPARE = 0.6
-"""Share of the bound below which a measured error calls for a larger allowance."""
+MUCH_UNUSED = 0.6
+"""If the measured error is below this share of the bound, the allowance grows."""
 MOST_ROUNDS = 8
 MOST_GROWN = 2
 MOST_RUNS = 32
@@ -65,11 +65,11 @@ FEWEST_RUNS = 8
 LONG_SECONDS = 5.0
 """Measurements that take longer show a progress bar, if there is a terminal."""
 PROBES = ("int8", "fp8_e4m3", "fp10", "bf16", "fp16")
-"""Codecs by which groups are measured, best first: noise that is large against rounding and small against one."""
+"""Codecs by which groups are measured, best first: their errors are much larger than rounding, and much less than 1."""
 SAMPLE, CHUNKS = 1 << 15, 4
-"""Elements of an activation on which codecs are tried: so many, in so many places."""
+"""Codecs are tried on chunks of an activation: the elements of a chunk, and the number of chunks."""
 SHARED_SCALES = ("int8", "int4")
-"""Formats in which the error of an element depends on those next to it."""
+"""Formats in which the error of an element depends on its neighbours."""
 NUMBER = re.compile(r"\d+")
 
 
@@ -88,21 +88,21 @@ class BoundedCodecs:
         self.primals = [one.detach() if isinstance(one, torch.Tensor) else one for one in primals]
         self.bound = bound
         self.limit = limit
-        """Bytes that a measurement should take at most, if it can."""
+        """Bytes that a measurement takes at most, if possible."""
         self.allowed = MARGIN * bound
         self.candidates: list[LossyCandidate] = []
         self.sizes: dict[tuple[str, str], int] = {}
         self.tangents = list(tangents)
-        """Gradients of the outputs: those of a step that has run, or made up."""
+        """Gradients of the outputs: those of a step that has run, or random ones."""
         self.why_none = why_unmeasurable(planner.graph, primals)
-        """Why no lossy codec can be used, if so."""
+        """Why no lossy codec can be used; empty if one can."""
         self.rounds = 0
 
     def admitted(self) -> Admitted:
-        """The pairs that a planner may use. None is admitted where nothing can be measured."""
+        """The pairs that a planner may use. None is admitted if nothing can be measured."""
         with self._measuring():
             if not self.why_none:
-                self.tangents = self.tangents or made_up_tangents(self.planner.graph)
+                self.tangents = self.tangents or random_tangents(self.planner.graph)
                 base = self._base()
                 if not self.why_none:
                     self._price(base)
@@ -110,21 +110,21 @@ class BoundedCodecs:
         return frozenset()
 
     def tightened(self, measured: float) -> Admitted:
-        """The pairs to plan with after a plan has missed the bound with this error."""
+        """The pairs for the next plan, after one has exceeded the bound with this error."""
         self.rounds += 1
         shrunk = SHRINK * MARGIN * self.bound / measured if math.isfinite(measured) else 0.0
         self.allowed *= min(SHRINK, shrunk)
         return admit(self.candidates, self.allowed) if self.rounds < MOST_ROUNDS else frozenset()
 
     def error_of(self, plan: Plan) -> GradientError | None:
-        """The error of a plan that runs operator by operator; None where there is no room to measure it."""
+        """The error of a plan, run operator by operator; None if there is too little memory to measure it."""
         graph = plan.schedule.graph
         need = plan.timeline.step_peak + extra_bytes(graph) + 2 * gradient_bytes(graph)
         if not step_has_room(need, cuda=self._cuda()):
             return None
         with self._measuring():
             exact = self._run(plan.schedule, exact=True)
-            return gradient_error(graph, exact, self._run(plan.schedule, exact=False))
+            return compare_gradients(graph, exact, self._run(plan.schedule, exact=False))
 
     # -- runs --------------------------------------------------------------------------------------------------------
 
@@ -143,13 +143,13 @@ class BoundedCodecs:
         return run_gradients(schedule.graph, lowered, self.primals, self.tangents)
 
     def _base(self) -> frozenset[int]:
-        """What is recomputed while codecs are measured: nothing, or as little as has room."""
+        """The values that are recomputed while codecs are measured: none, or as few as memory allows."""
         planner = self.planner
-        beside = 2 * gradient_bytes(planner.graph)
-        found = [(planner.kept.timeline.step_peak + beside, frozenset[int]())]
+        extra = 2 * gradient_bytes(planner.graph)
+        found = [(planner.kept.timeline.step_peak + extra, frozenset[int]())]
         if found[0][0] > self.limit or not step_has_room(found[0][0], cuda=self._cuda()):
             plans = ((planner.plan(frozenset(map(Recompute, values))), values) for values in planner.proposed)
-            found += [(plan.timeline.step_peak + beside, values) for plan, values in plans]
+            found += [(plan.timeline.step_peak + extra, values) for plan, values in plans]
         within = [one for one in found if one[0] <= self.limit]
         need, values = max(within, key=lambda one: one[0]) if within else min(found, key=lambda one: one[0])
         if not step_has_room(need, cuda=self._cuda()):
@@ -197,15 +197,15 @@ class BoundedCodecs:
     def _groups(
         self, codes: Mapping[int, list[tuple[Codec, int]]], most: int
     ) -> list[dict[int, list[tuple[Codec, int]]]]:
-        """Activations that are alike, in at most so many groups: by module, operator and shape if these are few
-        enough, else by less."""
+        """Group like activations into at most so many groups: by module, operator and shape if these are few enough,
+        else by fewer of these."""
         graph = self.planner.graph
         for level in range(4):
             groups: dict[object, dict[int, list[tuple[Codec, int]]]] = {}
             for value, found in codes.items():
-                maker = graph.producer(value)
-                module = NUMBER.sub("#", maker.module) if maker else ""
-                key = (graph.values[value].shape, str(maker.target) if maker else "", module)
+                producer = graph.producer(value)
+                module = NUMBER.sub("#", producer.module) if producer else ""
+                key = (graph.values[value].shape, str(producer.target) if producer else "", module)
                 groups.setdefault(key[: 3 - level], {})[value] = found
             if len(groups) <= most:
                 break
@@ -221,7 +221,7 @@ class BoundedCodecs:
                 value = op.reads[0]
                 codecs = [codec for codec, _ in group[value]]
                 watches[op.id] = _Noise(chosen[value][0], codecs, noise.setdefault(value, {}))
-        error = gradient_error(
+        error = compare_gradients(
             self.planner.graph, self.exact, self._run(schedule, exact=False, watches=watches)
         ).relative
         probed = math.hypot(*(noise[value][chosen[value][0].name] for value in noise))
@@ -251,7 +251,7 @@ class BoundedCodecs:
                 continue
             found, taken = admitted, self.allowed
             grown += 1
-            if error >= MUCH_TO_SPARE * self.bound or grown > MOST_GROWN or len(admitted) == len(self.candidates):
+            if error >= MUCH_UNUSED * self.bound or grown > MOST_GROWN or len(admitted) == len(self.candidates):
                 break
             self.allowed *= SHRINK * self.bound / max(error, 1e-3 * self.bound)
         if found:
@@ -267,7 +267,7 @@ class BoundedCodecs:
             lossy = codes_of(graph, numbers[name], (one.codec,), self.planner.densities)
             encode += [Encode(numbers[name], codec.name, size) for codec, size in lossy]
         lossy_gradients = self._run(self._encoding(base, encode), exact=False)
-        return gradient_error(graph, self.exact, lossy_gradients).relative
+        return compare_gradients(graph, self.exact, lossy_gradients).relative
 
 
 @contextlib.contextmanager
@@ -282,7 +282,7 @@ def _probe(codes: Sequence[tuple[Codec, int]]) -> tuple[Codec, int]:
 
 
 class _Noise:
-    """Calls an encoder, and tries others on a sample of what it is given: the norm of their errors over that of the
+    """Calls an encoder, and measures other codecs on a sample of its operand: the norm of their errors over that of the
     sample."""
 
     def __init__(self, codec: Codec, codecs: Sequence[Codec], seen: dict[str, float]) -> None:
@@ -301,11 +301,11 @@ class _Noise:
             if alike in self.seen and alike not in SHARED_SCALES:  # zeros are exact in either
                 self.seen[codec.name] = self.seen[alike]
                 continue
-            apart = math.hypot(*(float((_there_and_back(codec, part) - part).double().norm()) for part in parts))
+            apart = math.hypot(*(float((_round_trip(codec, part) - part).double().norm()) for part in parts))
             self.seen[codec.name] = apart / size if size else 0.0
         return CODECS[self.codec.name].encode(x, *options)
 
 
-def _there_and_back(codec: Codec, x: torch.Tensor) -> torch.Tensor:
+def _round_trip(codec: Codec, x: torch.Tensor) -> torch.Tensor:
     code = codec.encode(*codec.encode_args(x))
     return codec.decode(*codec.decode_args(code, x.shape, x.stride(), x.dtype))

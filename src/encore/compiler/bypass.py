@@ -1,6 +1,6 @@
-"""A warning for modules that are trained without their plans.
+"""A warning for compiled modules that are trained without a plan.
 
-Only calls of a compiled module run its plans. Its parameters receive gradients without one if other methods of it are
+Only calls of a compiled module run its plans. Its parameters receive gradients without a plan if its other methods are
 called, or if `torch.compile` or `encore.compile` traces a function around it: Dynamo then inlines its `forward`.
 """
 
@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 
 
 class BypassWatch:
-    """Hooks on the parameters of a compiled module, until its first planned call. The first gradient before that is
-    warned of."""
+    """Hooks on the parameters of a compiled module until its first planned call, which warn of the first gradient
+    before it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.name = type(model).__name__
@@ -29,7 +29,7 @@ class BypassWatch:
         ]
 
     def stop(self) -> None:
-        """Leave the parameters as they were."""
+        """Remove the hooks."""
         if not self.handles:
             return
         for handle in self.handles:

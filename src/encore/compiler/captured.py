@@ -1,4 +1,4 @@
-"""What a graph is when the pipeline gets it: one joint graph of a step, with what is known of the step around it."""
+"""The input of the pipeline: one joint graph of a step, and facts about the step around it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Captured:
 
     session: Session
     options: Options
-    """Those of the session, with a budget in bytes once the step is known that a percentage is of."""
+    """Those of the session, with a percentage as budget in bytes, once the whole step is known."""
     name: str
     number: int
     """Its place among the graphs of the session."""
@@ -38,18 +38,18 @@ class Captured:
     """Why the graph ended before the model did; empty for the last one."""
     break_line: str
     lifted: bool
-    """Were recurrent layers replaced by Encore's operators while it was traced?"""
+    """Whether recurrent layers were replaced by Encore's operators while it was traced."""
     notes: tuple[str, ...]
     """Why a promise may not hold for it."""
 
     @property
     def exact(self) -> bool:
-        """Are results bit for bit those of eager PyTorch?"""
+        """Whether results equal eager PyTorch's bit for bit."""
         return self.options.lowering == "eager"
 
     @property
     def runs(self) -> bool:
-        """Does the step run? An estimate runs and measures nothing."""
+        """Whether the step runs. An estimate runs and measures nothing."""
         return self.session.runs
 
     @property
@@ -58,7 +58,7 @@ class Captured:
         return [graph.plan for graph in self.before]
 
     def share_of(self, bound: float) -> float:
-        """What this graph may use of a bound on the gradient error. Errors of a later graph's input gradients pass on
-        to earlier graphs, so shares add up: a half for the first graph of a step that breaks, a quarter for the second,
-        and so on; the last takes what is left."""
+        """The share of a bound on the gradient error that is this graph's. Errors in the input gradients of a graph
+        reach the graphs before it, so shares add up: a half for the first graph of a step that breaks, a quarter for
+        the second, and so on; the last gets the rest."""
         return bound * 0.5 ** (len(self.before) + bool(self.break_reason))

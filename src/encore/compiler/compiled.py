@@ -1,4 +1,4 @@
-"""What stands in for a user's callable: plain where no gradient is wanted, planned where one is."""
+"""The replacement of a user's callable: planned with gradients enabled, unchanged without."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
 from encore.capture.packing import packed_arguments, traced_packing
 from encore.compiler.backend import GraphCompiler
 from encore.compiler.session import Session
+from encore.graph.torch_private import pytree
 from encore.rnn.packed_rows import as_tensors
 from encore.rnn.packing import ShorterSequencesError
 
 
 class CompiledCall:
-    """Calls a function through its plan, or as it is under `no_grad` and `inference_mode`."""
+    """Runs the plan of a function; under `no_grad` and `inference_mode`, the function itself."""
 
     def __init__(self, plain: Callable[..., Any], session: Session) -> None:
         functools.update_wrapper(self, plain, updated=())
@@ -29,13 +29,13 @@ class CompiledCall:
         self.session = session
         self._planned = self._compile()
         self._pads_whole = True
-        """Is every batch padded no further than to its longest sequence, as far as is known?"""
+        """Whether every batch so far was padded no further than to its longest sequence."""
         self._has_run = False
-        self._told_it_ran_plain = False
+        self._warned_it_ran_plain = False
         self._inside_another = False
 
     def _compile(self) -> Callable[..., Any]:
-        """Dynamo's callable. A new backend has no graphs yet, so everything is planned anew."""
+        """Return Dynamo's callable. A new backend has no graphs yet, so every graph is planned again."""
         session = self.session
         return torch_private.dynamo_compile(self.plain, GraphCompiler(session), session.options.recompile_limit)
 
@@ -52,19 +52,19 @@ class CompiledCall:
         forwards_before = self.session.forwards_run
         with self.session.planned_call():
             result = self._run(args, kwargs)
-        if self.session.forwards_run == forwards_before and not self._told_it_ran_plain:
-            self._tell_if_it_ran_plain(result)
+        if self.session.forwards_run == forwards_before and not self._warned_it_ran_plain:
+            self._warn_if_it_ran_plain(result)
         return result
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = packed_arguments(args, kwargs, self.session)
         packing = traced_packing(whole=self._pads_whole, session=self.session)
-        state = torch_private.generator_state() if self._may_start_again() else b""
+        state = _generator_state() if self._may_start_again() else b""
         try:
             with torch_private.whole_graphs(), packing:
                 result = self._planned(*args, **kwargs)
         except ShorterSequencesError:
-            torch_private.set_generator_state(state)
+            torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         else:
             self._has_run = True
             return as_tensors(result) if self.session.packs else result
@@ -74,7 +74,7 @@ class CompiledCall:
         return self._run(args, kwargs)
 
     def _may_start_again(self) -> bool:
-        """Can a batch come that is padded further than the captured graph takes it to be?"""
+        """Return whether a batch may be padded further than the captured graph assumes."""
         return self._pads_whole and (self.session.packs or not self._has_run) and self.session.runs
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -82,14 +82,14 @@ class CompiledCall:
         return self if instance is None else types.MethodType(self, instance)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledCall:
-        """A method of a module that is copied becomes one of the copy; a function stays itself, as for `copy`."""
+        """The copy of a method is a method of the copied module; a function is not copied, as in `copy`."""
         owner = getattr(self.plain, "__self__", None)
         if id(owner) not in memo:
             return self
         return CompiledCall(self.plain.__func__.__get__(memo[id(owner)]), copy.deepcopy(self.session, memo))  # type: ignore[attr-defined]
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """The pickle of a method is the plain method. That of a function is its name, as for every function."""
+        """The pickle of a method is the plain method; that of a function is its name, as for every function."""
         owner = getattr(self.plain, "__self__", None)
         return self.plain.__qualname__ if owner is None else (getattr, (owner, self.plain.__name__))
 
@@ -108,21 +108,26 @@ class CompiledCall:
         )
         return True
 
-    def _tell_if_it_ran_plain(self, result: Any) -> None:
-        """A call that leads to gradients and ran no graph of ours was plain eager PyTorch: say so, and why."""
+    def _warn_if_it_ran_plain(self, result: Any) -> None:
+        """Warn of a call that leads to gradients and has run no compiled graph, with the reason."""
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not any(tensor.requires_grad for tensor in tensors):
             return
         limit = self.session.options.recompile_limit
         if len(self.session.graphs) >= limit:
             why = (
-                f"has been planned for {limit} variants (shapes, modes) already; new ones run as plain eager PyTorch. "
+                f"has been planned for {limit} variants (shapes, modes), its limit; others run as plain eager PyTorch. "
                 "Pad inputs to fewer shapes, or raise recompile_limit="
             )
         elif not self.session.plain:
-            why = "ran as plain eager PyTorch: Dynamo captured nothing of it. TORCH_LOGS=graph_breaks tells why"
+            why = "ran as plain eager PyTorch: Dynamo captured nothing of it. TORCH_LOGS=graph_breaks shows why"
         else:
-            return  # each part that runs plain has been told with its reason
-        self._told_it_ran_plain = True
+            return  # a warning was given for each part that runs as plain PyTorch
+        self._warned_it_ran_plain = True
         self.session.why_plain = why
         warnings.warn(f"encore: {self.session.name} {why}", stacklevel=3)
+
+
+def _generator_state() -> bytes:
+    """The state of the CPU's generator, outside of the memory that steps are measured in."""
+    return bytes(torch.get_rng_state().numpy())

@@ -10,9 +10,9 @@ from torch import nn
 
 
 class CompiledMark:
-    """An attribute of a compiled module that is there when the module is copied or pickled: `torch.nn.Module` leaves
-    its compiled call out of both. A deep copy is compiled with the same options. A pickle holds the plain module, to
-    be loaded where Encore is not installed; a warning says so, once."""
+    """An attribute of a compiled module that is copied and pickled with it, as the compiled call of `torch.nn.Module`
+    is not. A deep copy is compiled with the same options. A pickle has the plain module, which loads without Encore; a
+    warning is given once."""
 
     NAME = "_encore_compiled"
 
@@ -29,7 +29,7 @@ class CompiledMark:
 
     @classmethod
     def remove(cls, model: nn.Module) -> None:
-        """Make a module and those inside it plain ones."""
+        """Make a module and its submodules plain ones."""
         for module in model.modules():
             if module.__dict__.pop(cls.NAME, None) is not None:
                 module.__dict__.pop("_compiled_call_impl", None)
@@ -38,8 +38,8 @@ class CompiledMark:
         if not self.warned:
             self.warned = True
             warnings.warn(
-                f"encore: a pickle of {type(self.model).__name__} holds the plain module; call encore.compile again "
-                "once it is loaded",
+                f"encore: a pickle of {type(self.model).__name__} has the plain module, without its plans; call "
+                "encore.compile again once it is loaded",
                 stacklevel=2,
             )
         return (type(None), ())

@@ -1,11 +1,11 @@
-"""The first call of a graph against plain PyTorch: part of `ENCORE_CHECK=1`.
+"""The first call of a graph compared with plain PyTorch: part of `ENCORE_CHECK=1`.
 
-Dynamo's graph is a module that plain PyTorch can run. Before its first call by the user, and once more after it has
-been planned for other gradients, the compiled graph and that module each run forward and backward on copies of the
+Dynamo's graph is a module that plain PyTorch can run. Before its first call, and once more after it has been planned
+for other gradients, the compiled graph and that module each run forward and backward on copies of the
 inputs, parameters and buffers among them, from the same generator states. Outputs, gradients and inputs that were
 written to are compared: bit for bit in the eager lowering, up to rounding in the fused one and, beyond rounding, by
-the distance of both from float64. The user's tensors, `.grad`, hooks and generators are not touched. Operators that do
-more than compute (a custom operator that prints) run twice more.
+the distance of both from float64. The user's tensors, `.grad`, hooks and generators are unchanged. Operators with
+effects (a custom operator that prints) run twice more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from encore.comparison import (
     Tensors,
@@ -33,12 +32,13 @@ from encore.compiler.session import Session
 from encore.compiler.variants import GraphRunner
 from encore.errors import CheckError, VerificationError
 from encore.graph import OpClass
+from encore.graph.torch_private import pytree
 
 log = logging.getLogger("encore")
 
 
 class CheckedCall:
-    """A compiled graph whose first call is compared with the module that Dynamo made of it."""
+    """A compiled graph whose first call is compared with Dynamo's module."""
 
     def __init__(
         self, session: Session, runner: GraphRunner, module: fx.GraphModule, compiled: Callable[..., Any]
@@ -49,7 +49,7 @@ class CheckedCall:
         self.compiled = compiled
         self.names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
         self.checked: set[frozenset[int]] = set()
-        """Sets of gradients that it has been checked for."""
+        """The sets of gradients that it has been checked for."""
 
     def __call__(self, *inputs: Any) -> Any:
         used = self.runner.current.used
@@ -79,7 +79,7 @@ class CheckedCall:
                 self._compare_up_to_rounding(planned, expected, inputs)
         except VerificationError as error:
             raise CheckError(
-                f"ENCORE_CHECK: the first step of {self._name} is not eager's: {error}. This is a bug in Encore: "
+                f"ENCORE_CHECK: the first step of {self._name} differs from eager: {error}. This is a bug in Encore: "
                 'please report it with the model; lowering="eager" or skip= may avoid it'
             ) from None
 
@@ -106,7 +106,7 @@ class CheckedCall:
         compare_errors(planned, expected, self._outcome(self.module, wide))
 
     def _outcome(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Tensors:
-        """What a step returns, makes of gradients, and leaves in the inputs it writes to."""
+        """The outputs and gradients of a step, and the inputs that it writes to."""
         with self._generators_kept():
             leaves = _copies(inputs)
             given = [
@@ -143,7 +143,7 @@ class CheckedCall:
 
     @contextlib.contextmanager
     def _generators_kept(self) -> Iterator[None]:
-        """Every generator stands afterwards where it stood."""
+        """Restore the state of every generator at the end."""
         modules = (getattr(self.module, str(node.target), None) for node in self.module.graph.find_nodes(op="get_attr"))
         named = [one for one in modules if isinstance(one, torch.Generator)]
         states = [(one, one.get_state()) for one in (torch.default_generator, *named)]
@@ -158,7 +158,7 @@ class CheckedCall:
 
 
 def _cannot_copy(inputs: Sequence[Any]) -> str:
-    """Why these inputs cannot be copied as they are; empty if they can."""
+    """Return why these inputs cannot be copied; empty if they can."""
     seen: set[int] = set()
     for given in inputs:
         if isinstance(given, torch.Generator):
@@ -179,8 +179,7 @@ def _cannot_copy(inputs: Sequence[Any]) -> str:
 
 
 def _copies(inputs: Sequence[Any]) -> list[Any]:
-    """The same inputs in other memory, laid out alike; a tensor that overlaps itself cannot be written to, and is left
-    where it is."""
+    """Copies of inputs with the same layouts; a tensor that overlaps itself cannot be written to, and is not copied."""
     made: list[Any] = []
     for given in inputs:
         if not isinstance(given, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The forms of a graph: rewritten for speed or for memory alone, with its large heads whole or in slices."""
+"""The forms of a graph: rewritten for speed or for memory, with its large heads whole or in slices."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from encore.plan.saved import describe
 from encore.rewrite import Judge, LeanJudge, find_heads, rewrite, split_head
 
 SLICES = (1, 4, 16)
-"""How many parts large heads are taken in, for the planner to choose from."""
+"""The numbers of slices of large heads that the planner chooses from."""
 LARGE_HEAD = 0.03
-"""Share of the peak that the scores of a large head take."""
+"""A head is large if its scores take this share of the peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewrittenGraph:
-    """A graph after its passes, everything kept."""
+    """A graph after its passes, with the plan that keeps everything."""
 
     kept: Plan
     passes: tuple[str, ...]
@@ -32,8 +32,8 @@ class RewrittenGraph:
 
 
 def rewrite_for_speed(captured: Captured, unplanned: Plan) -> RewrittenGraph:
-    """Run the passes that pay. The eager lowering has those that change no bit, and only if the step as it is exceeds
-    what is asked for."""
+    """Run the passes that make the step faster. The eager lowering has those that change no bit, and runs them only if
+    the step exceeds the budget without them."""
     options = captured.options
     if captured.exact and options.plan is None:
         as_it_is = Offer.of(unplanned)
@@ -43,7 +43,7 @@ def rewrite_for_speed(captured: Captured, unplanned: Plan) -> RewrittenGraph:
 
 
 def rewrite_for_memory(captured: Captured, unplanned: Plan) -> RewrittenGraph:
-    """Run the passes that keep less, whatever they cost. Which rewrites pay by their time differs from process to
+    """Run the passes that save less for backward, whatever they cost. Which rewrites are faster differs from process to
     process; the lowest reachable peak must not."""
     found = _rewrite(captured, unplanned, LeanJudge())
     return dataclasses.replace(found, kept=dataclasses.replace(found.kept, lean=True))
@@ -73,7 +73,7 @@ def _while_tracing(captured: Captured) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The planners of one graph: of the form that is rewritten for speed, and of others next to it."""
+    """The planners of one graph: of the form that is rewritten for speed, and of its other forms."""
 
     captured: Captured
     unplanned: Plan
@@ -88,7 +88,7 @@ class Forms:
         return cls(captured, unplanned, planner, {False: rewritten.passes, True: ()})
 
     def with_lean(self) -> tuple[Forms, Planner | None]:
-        """The planner of the form for memory alone, unless it is the same graph."""
+        """The planner of the form that is rewritten for memory, unless it is the same graph."""
         if self.captured.exact:
             return self, None
         rewritten = rewrite_for_memory(self.captured, self.unplanned)
@@ -98,8 +98,8 @@ class Forms:
         return dataclasses.replace(self, passes={**self.passes, True: rewritten.passes}), lean
 
     def in_slices(self, planner: Planner, slices: int) -> Planner | None:
-        """The planner of the same graph with its large heads in slices, if it has some. Sums come out in another order,
-        so the eager lowering does without."""
+        """The planner of the same graph with its large heads in slices, if it has some. Slices change the order of
+        sums, so the eager lowering has none."""
         if slices == 1 or self.captured.exact or "split_head" in self.captured.options.skip:
             return planner if slices == 1 else None
         heads = find_heads(planner.graph)
@@ -150,10 +150,10 @@ def _planner(captured: Captured, kept: Plan, reference: Planner | None = None) -
 
 
 def _as_kernels(captured: Captured, plan: Plan) -> Plan:
-    """The plan as it would run, its kernels not compiled yet."""
+    """The plan with kernels, which are not compiled yet."""
     return fused(captured, plan, compile_kernels=False).plan
 
 
 def fused(captured: Captured, plan: Plan, *, compile_kernels: bool) -> FusedPlan:
-    """The plan made of kernels."""
+    """The plan with kernels."""
     return fuse_plan(plan, captured.session.workspaces, kernel_store(), compile_kernels=compile_kernels)

@@ -1,7 +1,7 @@
-"""A plan made of operators -> the same plan made of kernels that exist and never hold more than the operators did.
+"""Fusion of a plan: runs of operators become compiled kernels, as long as the peak does not rise.
 
-Fusing takes memory away almost everywhere, but a kernel allocates all its results at once and keeps all its operands
-until it ends. A kernel at fault for a higher peak is taken apart again; where several of one structure are, all are.
+Fusing saves memory almost everywhere, but a kernel allocates all its results at once and keeps all its operands until
+it ends. A kernel that causes a higher peak is split into its operators again; if several of one structure do, all are.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from encore.schedule.kernel import Kernel
 
 log = logging.getLogger("encore")
 
-MOST_TAKEN_APART = 40
-"""Kernels taken apart for the sake of the peak before fusing is given up for the graph."""
+MOST_SPLIT = 40
+"""Kernels that are split because of the peak before the whole graph stays without fusion."""
 FEW = 3
-"""Kernels of one structure that are taken apart by themselves before the structure is."""
+"""Kernels of one structure that are split one by one before all of them are."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedPlan:
-    """A plan of kernels, and the kernels by key."""
+    """A plan with kernels, and the compiled kernels by key."""
 
     plan: Plan
     kernels: Mapping[str, CompiledKernel]
     compiled: int
-    """How many of them had to be compiled for it."""
+    """How many of them were compiled for it."""
 
 
 def fuse_plan(plan: Plan, workspaces: Workspaces, store: KernelStore, *, compile_kernels: bool) -> FusedPlan:
-    """Fuse what can be fused. Without compiling (an estimate), every kernel is taken to work."""
-    refused: dict[str, str] = {}
-    apart: dict[str, set[tuple[int, ...]]] = {}
+    """Fuse a plan. Without compiling (in an estimate), every kernel is assumed to compile."""
+    failed: dict[str, str] = {}
+    split: dict[str, set[tuple[int, ...]]] = {}
     fresh = 0
     fusion = Fusion(plan.schedule)
 
     def separate(action: Fused) -> bool:
-        taken = apart.get(action.kernel.key, ())
-        return action.kernel.key in refused or len(taken) > FEW or action.ops in taken
+        taken = split.get(action.kernel.key, ())
+        return action.kernel.key in failed or len(taken) > FEW or action.ops in taken
 
-    for _ in range(MOST_TAKEN_APART):
+    for _ in range(MOST_SPLIT):
         schedule = fusion.without(separate)
         kernels = kernels_of(schedule)
         compiled: Mapping[str, CompiledKernel] = {}
@@ -55,8 +55,8 @@ def fuse_plan(plan: Plan, workspaces: Workspaces, store: KernelStore, *, compile
             made = store.compile(kernels.values())
             compiled = made.compiled
             fresh += made.fresh
-            refused.update(made.refused)
-            if made.refused:
+            failed.update(made.failed)
+            if made.failed:
                 continue
         for key, kernel in kernels.items():
             known = store.workspace(kernel)
@@ -64,14 +64,14 @@ def fuse_plan(plan: Plan, workspaces: Workspaces, store: KernelStore, *, compile
                 workspaces.learn(key, known)
         timeline = simulate(schedule, workspaces, outputs_outlive=plan.timeline.outputs_outlive)
         if timeline.step_peak <= plan.timeline.step_peak:
-            _tell(refused)
+            _warn_of_failures(failed)
             return FusedPlan(dataclasses.replace(plan, schedule=schedule, timeline=timeline), compiled, fresh)
-        fault = _at_fault(timeline)
-        if fault is None:
+        cause = _cause_of_peak(timeline)
+        if cause is None:
             break
-        apart.setdefault(fault.kernel.key, set()).add(fault.ops)
-    log.info("operators stay separate: every way of fusing them that was tried raises the peak")
-    _tell(refused)
+        split.setdefault(cause.kernel.key, set()).add(cause.ops)
+    log.info("operators are not fused: every fusion that was tried raises the peak")
+    _warn_of_failures(failed)
     return FusedPlan(plan, {}, fresh)
 
 
@@ -81,15 +81,15 @@ def kernels_of(schedule: Schedule) -> dict[str, Kernel]:
     return {action.kernel.key: action.kernel for action in actions if isinstance(action, Fused)}
 
 
-def _at_fault(timeline: Timeline) -> Fused | None:
-    """The kernel that runs at the worst moment, else the last one before it."""
+def _cause_of_peak(timeline: Timeline) -> Fused | None:
+    """The kernel that runs at the peak, else the last one before it."""
     before = reversed(timeline.moments[: timeline.worst + 1])
     return next((moment.action for moment in before if isinstance(moment.action, Fused)), None)
 
 
-def _tell(refused: Mapping[str, str]) -> None:
-    if refused:
-        reasons = sorted(set(refused.values()))
+def _warn_of_failures(failed: Mapping[str, str]) -> None:
+    if failed:
+        reasons = sorted(set(failed.values()))
         warnings.warn(
-            f"encore: the operators of {len(refused)} kernels run one by one: {'; '.join(reasons[:3])}", stacklevel=2
+            f"encore: the operators of {len(failed)} kernels run one by one: {'; '.join(reasons[:3])}", stacklevel=2
         )

@@ -2,9 +2,9 @@
 
 A step that is checked runs once more right after its backward, as it was planned and with the same kernels, but with
 activations in the place of their lossy codes; the two sets of gradients are compared (`cost/gradient_error.py`). The
-first step of a plan is always checked, with the gradients that the loss really sent; later ones every `lossy_check=`
-steps. A step whose error is over the bound takes the exact gradients, which are there by then. If it is the first, the
-model is planned again with what the loss sent; otherwise one warning has the figure.
+first step of a plan is always checked, with the gradients of the real loss; later ones every `lossy_check=`
+steps. A step whose error exceeds the bound gets the exact gradients. If it is the first, the model is planned again
+with the gradients of the loss; otherwise one warning has the error.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from encore.capture.torch_private import real_tensors
 from encore.cost.gradient_error import (
     GradientError,
     Gradients,
+    compare_gradients,
     extra_bytes,
     gradient_bytes,
-    gradient_error,
     lossy_codec,
     lower_in_memory,
     run_gradients,
@@ -39,7 +39,7 @@ log = logging.getLogger("encore")
 
 
 class LossyCheck:
-    """Looks at steps of one graph whose plan has lossy codecs."""
+    """Checks steps of one graph whose plan has lossy codecs."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class LossyCheck:
         self.planned = planned
         """The error that was measured while the plan was chosen."""
         self.plan_again = plan_again
-        """Asks for another plan from the gradients of the outputs that the loss really sent; will there be one?"""
+        """Requests another plan for the given gradients of the outputs; returns whether there will be one."""
         self.measured: dict[int, GradientError] = {}
-        """By step, counted from 0."""
+        """Errors by step, counted from 0."""
         self.why_not = ""
-        """Why the latest check could not be made."""
+        """Why the last check could not be made."""
         self.warned = False
         self.steps = 0
         self._looked = False
@@ -76,7 +76,7 @@ class LossyCheck:
         return max(self.measured.values(), key=lambda one: one.relative, default=self.planned)
 
     def forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        """Run a forward; of a step that will be checked, remember what it was given."""
+        """Run a forward; for a step that will be checked, keep its arguments."""
         step, self.steps = self.steps, self.steps + 1
         due = not self._looked or (self.every > 0 and step % self.every == 0)
         if not due:
@@ -99,7 +99,7 @@ class LossyCheck:
         return results
 
     def backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        """Run a backward; the step that was remembered is run again without loss, and compared."""
+        """Run a backward; if its step is checked, run the step again without loss and compare."""
         saved = len(self.plan.schedule.saved)
         if self._pending is None or self._pending[0] != _places(args[:saved]):
             return run(args)
@@ -110,7 +110,7 @@ class LossyCheck:
         exact = self._exact_gradients(given, tangents, state)
         if exact is None:
             return gradients
-        found = gradient_error(self.plan.schedule.graph, exact, gradients)
+        found = compare_gradients(self.plan.schedule.graph, exact, gradients)
         if math.isnan(found.relative):
             self.why_not = f"the exact gradients of step {step} are not finite"
             return gradients
@@ -155,7 +155,7 @@ def has_lossy_codes(plan: Plan) -> bool:
 
 
 def _places(tensors: Sequence[Any]) -> tuple[int, ...]:
-    """Where saved tensors lie: by that, a backward knows its forward."""
+    """The addresses of saved tensors, by which a backward finds its forward."""
     return tuple(one.data_ptr() if isinstance(one, torch.Tensor) else 0 for one in tensors)
 
 

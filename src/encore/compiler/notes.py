@@ -1,9 +1,9 @@
-"""What the report says about a graph for which a promise may not hold.
+"""Notes of the report on graphs for which a promise may not hold.
 
 - Operators whose workspace could not be measured: the prediction counts a bound.
 - Outputs that are views of inputs: AOTAutograd runs part of their backward outside the graph, where it is not counted.
-- Code that asks whether it is being compiled. Dynamo answers yes, and a model may then compute in another way than it
-  does in eager, with sums in another order. Mamba in transformers runs an associative scan instead of its loop over
+- Code that asks whether it is being compiled. It is while Dynamo traces, and a model may then compute otherwise than in
+  eager, with sums in another order. Mamba in transformers runs an associative scan instead of its loop over
   time steps, which changes the last bits of most of its gradients.
 """
 
@@ -19,8 +19,8 @@ from torch import fx
 from encore.cost import Workspaces
 from encore.graph import Graph
 
-QUESTIONS = frozenset({"is_compiling", "is_dynamo_compiling", "is_torchdynamo_compiling"})
-"""Functions that answer whether code is being compiled, by name."""
+COMPILE_QUERIES = frozenset({"is_compiling", "is_dynamo_compiling", "is_torchdynamo_compiling"})
+"""Functions that return whether code is being compiled, by name."""
 PYTORCH = str(Path(torch.__file__).parent)
 
 
@@ -48,7 +48,7 @@ def capture_notes(module: fx.GraphModule, traced: Iterable[CodeType]) -> list[st
 
 
 def views_of_inputs(module: fx.GraphModule) -> int:
-    """How many differentiable outputs of a Dynamo graph look at the memory of an input."""
+    """The number of differentiable outputs of a Dynamo graph that are views of inputs."""
     given = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
     owned = {_memory(tensor) for tensor in given if isinstance(tensor, torch.Tensor)} - {None}
     (output,) = module.graph.find_nodes(op="output")
@@ -62,7 +62,9 @@ def _memory(tensor: torch.Tensor) -> int | None:
 
 
 def asks_for_compilation(traced: Iterable[CodeType]) -> list[str]:
-    """Functions outside PyTorch that ask, as `file.py:function`."""
-    askers = [code for code in traced if QUESTIONS.intersection(code.co_names) and code.co_name not in QUESTIONS]
+    """Functions outside PyTorch that call one of these, as `file.py:function`."""
+    askers = [
+        code for code in traced if COMPILE_QUERIES.intersection(code.co_names) and code.co_name not in COMPILE_QUERIES
+    ]
     own = [code for code in askers if not code.co_filename.startswith(PYTORCH)]
     return list(dict.fromkeys(f"{Path(code.co_filename).name}:{code.co_name}" for code in own))

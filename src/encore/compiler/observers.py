@@ -1,4 +1,4 @@
-"""What looks at a compiled graph while its steps run: the gradient error of lossy codecs, the speed of tiers."""
+"""Measurements on running steps: the gradient error of lossy codecs, the speed of tiers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from encore.plan.saved import fingerprint
 
 
 def lossy_check(captured: Captured, fused: FusedPlan, planned: GradientError | None) -> LossyCheck | None:
-    """What measures the gradient error of a plan with lossy codecs when it runs; `planned` is the error that was
-    measured while the plan was chosen."""
+    """Return the check of the gradient error of a plan with lossy codecs; `planned` is the error that was measured
+    while the plan was chosen."""
     session, options, plan = captured.session, captured.options, fused.plan
     if not captured.runs or not has_lossy_codes(plan):
         return None
@@ -42,8 +42,8 @@ def lossy_check(captured: Captured, fused: FusedPlan, planned: GradientError | N
 
 
 def link_lessons(captured: Captured, plan: Plan) -> LinkLessons | None:
-    """What learns from the steps of this plan how fast its tier is: if one graph is all there is to a step, nothing
-    slows it down, it uses one tier, and its seconds are those of a processor."""
+    """Return what measures the speed of a tier on the steps of a plan, if the step has one graph, on a CPU and without
+    checks, and uses one tier."""
     session = captured.session
     alone = captured.runs and not session.checks and not captured.break_reason and not captured.number
     used = plan.tiers

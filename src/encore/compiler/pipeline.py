@@ -287,7 +287,7 @@ def _agreed(forms: Forms, offer: Offer) -> tuple[Forms, Offer]:
         return forms, offer
     mine = GraphPlan.of(forms.unplanned.schedule.graph, offer.separate)
     question = f"encore plan {mine.fingerprint} {dataclasses.replace(forms.captured.session.options, plan=None)}"
-    agreed = GraphPlan.from_json(torch_private.told_first(question, mine.to_json()))
+    agreed = GraphPlan.from_json(torch_private.first_value(question, mine.to_json()))
     return (forms, offer) if agreed == mine else forms.given(agreed, made_here=True)
 
 

@@ -1,4 +1,4 @@
-"""How long each stage of a compilation takes."""
+"""The seconds of each stage of a compilation."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 
 class StageClock:
-    """Seconds by stage, in the order in which stages ran first."""
+    """Measures seconds by stage, in the order in which stages first ran."""
 
     def __init__(self, seconds: dict[str, float] | None = None) -> None:
         self.seconds = seconds or {}
         self.started = time.perf_counter()
 
     def lap(self, stage: str) -> None:
-        """The time since the last lap belongs to this stage."""
+        """Add the time since the last lap to a stage."""
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self.started
         self.started = now
@@ -24,8 +24,8 @@ class StageClock:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Planning makes a million small objects that stay, and no cycles: Python's collector would look through them, and
-    through the traced graph, again and again."""
+    """Disable Python's garbage collector: planning allocates a million small objects without cycles, which it would
+    traverse again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""A model without memory: the same modules and code, with tensors that know their shape and hold no bytes.
+"""A fake twin of a model: the same modules and code, with fake tensors.
 
-Capture runs on the twin exactly as it would on the model, graph breaks included, so an estimate sees the same graphs
-as the first real step. Real, meta and fake tensors are all accepted; a meta tensor is taken to live on the CPU.
+Capture runs on the twin as on the model, graph breaks included, so an estimate sees the same graphs as the first real
+step. Real, meta and fake tensors are all accepted; a meta tensor is assumed to be on the CPU.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from encore.capture import torch_private
 from encore.compiler.compiled import CompiledCall
 from encore.compiler.copies import CompiledMark
 from encore.compiler.session import Session
 from encore.errors import OptionError
+from encore.graph.torch_private import pytree
 
 
 def fake_twin(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]:
-    """Model, arguments and the mode they live in, none of them holding memory. A plain function stays itself."""
+    """Return model and arguments with fake tensors, and their mode. A plain function is returned as it is."""
     mode = torch_private.fake_mode()
     memo: dict[int, Any] = {}
 
@@ -43,7 +43,7 @@ def fake_twin(
         except Exception as error:
             raise OptionError(
                 f"{type(model).__name__} cannot be copied without its memory ({str(error).splitlines()[0]}); "
-                "an estimate wants a module that copy.deepcopy accepts, with all parameters initialised"
+                "an estimate needs a module that copy.deepcopy accepts, with all parameters initialised"
             ) from error
     return model, fake_args, fake_kwargs, mode
 
@@ -65,6 +65,7 @@ def _fake(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
 def run_forward_without_memory(
     twin: Callable[..., Any], session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any
 ) -> None:
-    """Let Dynamo find the graphs of a training step; the backward comes with each joint graph."""
+    """Run forward on fake tensors, so that Dynamo finds the graphs of a training step; each joint graph has its
+    backward."""
     with mode, torch.enable_grad():
         CompiledCall(twin, session)(*args, **kwargs)

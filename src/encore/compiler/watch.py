@@ -1,7 +1,7 @@
-"""Codes while the step runs: what they really take, and, of codecs that lose something, how much was lost.
+"""The sizes of codes while steps run, and the errors of lossy codes.
 
-Bytes are noted at every step, where they depend on the data; more than were planned are warned of once. The error is
-taken at the first step, in slices, so that it needs hardly any memory.
+Sizes that depend on the data are recorded at every step; a warning is given once if there are more bytes than planned.
+The error is measured at the first step, in slices, so that it needs little memory.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from encore.units import bytes_text
 SLICE = 1 << 16
 """Elements that are compared at a time."""
 
-
-SURPRISES = {
+REASONS = {
     Share.NON_ZEROS: "its data is denser than that",
     Share.NUMBER_BYTES: "its integers reach further than those",
 }
 
 
 class CodeWatch:
-    """Calls an encoder, and looks at its codes."""
+    """Calls an encoder, and records the sizes and errors of its codes."""
 
     def __init__(self, name: str, codec: Codec, planned: int) -> None:
         self.name, self.codec, self.planned = name, codec, planned
@@ -36,11 +35,11 @@ class CodeWatch:
         self.most = 0
         """Bytes of the largest code so far."""
         self.density: float | None = None
-        """The largest density so far, where the size of a code depends on it."""
+        """The largest density so far, if the size of a code depends on it."""
         self.error: float | None = None
         """The largest difference at the first step, as a share of the largest number."""
         self.error_bound: float | None = None
-        """The largest that it could have been, by what the codec promises for such numbers."""
+        """The largest possible error of the codec for such numbers."""
         self.warned = False
 
     def __call__(self, x: torch.Tensor, *options: Any) -> torch.Tensor:
@@ -59,15 +58,15 @@ class CodeWatch:
         self.warned = True
         warnings.warn(
             f"encore: the code of {self.name} takes {bytes_text(self.most)}, {bytes_text(self.planned)} were planned: "
-            f"{SURPRISES[self.codec.share]} of the first batch. Gradients stay right; the step may hold as much more "
-            "than predicted, and at most report.densest_step_peak. Compile the model again to plan anew, or give "
-            "methods= without 'encode'",
+            f"{REASONS[self.codec.share]} of the first batch. Gradients stay right; the peak may be higher by as much, "
+            "and is at most report.densest_step_peak. Compile the model again for a new plan, or give methods= without "
+            "'encode'",
             stacklevel=2,
         )
 
 
 def watches(plan: Plan) -> dict[int, CodeWatch]:
-    """By forward operator: a watch on every code of a plan that can surprise."""
+    """By forward operator: a watch on every code of a plan whose size or error depends on the data."""
     graph = plan.schedule.graph
     codes = {one.value: one for one in plan.encodings}
     found: dict[int, CodeWatch] = {}
@@ -81,8 +80,8 @@ def watches(plan: Plan) -> dict[int, CodeWatch]:
 
 
 def measured_error(codec: Codec, x: torch.Tensor) -> tuple[float, float]:
-    """The largest difference between a tensor and what its code gives back, and the largest that the codec's bound
-    allows, both as a share of its largest number."""
+    """The largest difference between a tensor and its decoded code, and the largest that the codec's bound allows, both
+    as a share of its largest number."""
     flat = x.reshape(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))  # codes follow memory
     difference = bound = largest = 0.0
     for first in range(0, flat.numel(), SLICE):

@@ -1,13 +1,13 @@
-"""Seconds and bytes: what is measured, and kept on disk per machine; arithmetic where nothing is.
+"""Seconds and bytes: measured and cached per machine, or estimated if they cannot be measured.
 
-`measure` asks the allocator about a call, `workspace` about single operators, `seconds` the clock; `cache` remembers.
+`allocations` measures the memory of a call, `workspace` that of single operators, `seconds` their time.
 """
 
+from encore.cost.allocations import Measurement, measure
 from encore.cost.density import densities, may_be_narrow, may_be_sparse
 from encore.cost.kernel_timing import kernel_seconds, time_kernels
 from encore.cost.lessons import LinkLessons
 from encore.cost.links import assumed_link, known_link, link_to
-from encore.cost.measure import Measurement, measure
 from encore.cost.seconds import Seconds
 from encore.cost.workspace import Workspaces
 

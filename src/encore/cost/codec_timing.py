@@ -1,8 +1,8 @@
 """Seconds of codecs: timed for a few sizes, and scaled to others.
 
-A codec makes one straight pass over memory, whatever the shape. So it is not every layout of a step that is timed, as
-for other operators, but one run of elements for each power of two, a type and, where the size of a code depends on the
-data, a density. Decoders get what the encoder makes of such data.
+A codec makes one pass over memory, whatever the shape. So its time is not measured for every layout of a step, as for
+other operators, but for contiguous runs: one for each power of two of elements, each type and, if the size of a code
+depends on the data, each density. Decoders are timed on the codes of such runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from encore.graph.values import Value
 SMALLEST, LARGEST = 1 << 14, 1 << 24
 """Elements of the runs that are timed."""
 DENSITIES = 16
-"""Steps between none and all, in which densities are told apart."""
+"""Steps between none and all, to which densities are rounded."""
 
 
 class CodecCall:
@@ -45,7 +45,7 @@ class CodecCall:
 
     @property
     def share(self) -> float:
-        """Of the run that is timed."""
+        """The share of the timed run that the call takes."""
         return self.elements / self.run
 
     @property
@@ -56,7 +56,7 @@ class CodecCall:
         """Seconds for the whole run."""
         calls = []
         for _ in range(sets_of_operands(self.footprint)):
-            x = self._made_up()
+            x = self._sample()
             code = self.codec.encode(*self.codec.encode_args(x))
             if self.encodes:
                 calls.append(lambda x=x: self.codec.encode(*self.codec.encode_args(x)))
@@ -65,14 +65,14 @@ class CodecCall:
                 calls.append(lambda args=args: self.codec.decode(*args))
         return seconds_of(calls, cuda=self.device.startswith("cuda"))
 
-    def _made_up(self) -> torch.Tensor:
-        """Noise, with as many zeros as the density leaves, or integers that reach as far as it says."""
+    def _sample(self) -> torch.Tensor:
+        """Noise with the zeros that the density leaves, or integers of the range that it stands for."""
         generator = torch.Generator(self.device).manual_seed(0)
         drawn = torch.rand(self.run, generator=generator, device=self.device)
         x = (drawn - 0.5) * 16
         if not self.codec.exact_size and self.codec.share is Share.NUMBER_BYTES:
             x = x.abs_().to(self.dtype)
-            x[-1] = 1 << (8 * width_at(self.density, self.dtype) - 2)  # beyond what half as many bytes hold
+            x[-1] = 1 << (8 * width_at(self.density, self.dtype) - 2)  # too large for half as many bytes
             return x
         if self.density < 1:
             x *= torch.rand(self.run, generator=generator, device=self.device) < self.density
@@ -82,7 +82,7 @@ class CodecCall:
 
 
 def codec_of(op: Op) -> Codec | None:
-    """The codec whose operator this is."""
+    """Return the codec of an operator."""
     for codec in CODECS.values():
         if (op.target is codec.encode and op.args[1:] == codec.options) or (
             op.target is codec.decode and op.args[4:] == codec.options
@@ -92,7 +92,7 @@ def codec_of(op: Op) -> Codec | None:
 
 
 def _density(codec: Codec, whole: Value, size: int) -> float:
-    """The share of non-zeros at which a code comes to so many bytes, in steps."""
+    """The share of non-zeros at which a code has so many bytes, in steps."""
     assert whole.dtype is not None
     steps = range(1, DENSITIES + 1)
     within = (step for step in steps if codec.nbytes(whole.shape, whole.stride, whole.dtype, step / DENSITIES) >= size)

@@ -1,8 +1,8 @@
-"""Values that operators accept: the domain of every operand that is not free to be any number.
+"""Values that operators accept: the domain of every operand that may not be any number.
 
-Operators are probed on made-up operands. On some numbers they raise, read out of bounds or, on CUDA, end the process's
+Operators are probed on random operands. On some numbers they raise, read out of bounds or, on CUDA, end the process's
 context with a device assertion. So each operand that an operator checks, indexes by or iterates over is drawn from its
-domain: `DOMAINS`, by operator and argument name. Operands that the table does not mention get noise (floating point)
+domain: `DOMAINS`, by operator and argument name. Operands that are not in the table get noise (floating point)
 or zeros (integers, booleans), which are within the bounds of every dimension that is not empty.
 
 Sources: `TORCH_CHECK`, `CUDA_KERNEL_ASSERT` and index arithmetic in ATen's kernels (aten/src/ATen/native) of PyTorch
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from encore.graph import Graph, Op
+from encore.graph.torch_private import OpOverload, packet_name
 from encore.graph.values import Ref
 
 DRAWN = 1 << 16
@@ -35,8 +36,7 @@ class ProbedCall:
         self.arguments: dict[str, Any] = {one.name: one.default_value for one in declared if one.has_default_value()}
         self.arguments |= {one.name: argument for one, argument in zip(declared, op.args, strict=False)}
         self.arguments |= op.kwargs
-        aten = isinstance(op.target, torch._ops.OpOverload) and op.target.namespace == "aten"
-        self.name = op.target.overloadpacket.__name__ if aten else ""
+        self.name = _aten_name(op)
 
     def shape(self, argument: str) -> tuple[int, ...]:
         given = self.arguments[argument]
@@ -55,7 +55,7 @@ class Domain(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Floating-point numbers that are spread over an interval; ones where the operand holds anything else."""
+    """Floating-point numbers from an interval; ones if the operand has another type."""
 
     low: float
     high: float
@@ -121,8 +121,8 @@ class EachDimension:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Lengths of parts that make up the size of argument `of` along `axis`, or the number that it is, as equal as can
-    be; ones if the argument is not given."""
+    """Lengths of parts that make up the size of argument `of` along `axis`, or the number that it is, as equal as
+    possible; ones if the argument is not given."""
 
     of: str
     axis: str | None = None
@@ -136,8 +136,8 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """Where parts of argument `of` along `axis` begin; their end as well if `ends` says so (the name of a flag, or a
-    constant)."""
+    """Where parts of argument `of` along `axis` begin; their end as well if `ends` (the name of a flag, or a
+    constant) is true."""
 
     of: str
     axis: str | None = None
@@ -162,7 +162,7 @@ class Ends:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class WholeSize:
     """The whole size of dimension `dim` of argument `of`, for every element."""
 
     of: str
@@ -177,7 +177,7 @@ class TargetLengths:
     """Lengths of the targets of a CTC loss: the width of padded targets, or parts of concatenated ones."""
 
     def fill(self, tensor: torch.Tensor, call: ProbedCall, generator: torch.Generator) -> None:
-        lengths: Domain = Sizes("targets", 1) if len(call.shape("targets")) > 1 else Parts("targets")
+        lengths: Domain = WholeSize("targets", 1) if len(call.shape("targets")) > 1 else Parts("targets")
         lengths.fill(tensor, call, generator)
 
 
@@ -339,12 +339,12 @@ DOMAINS: Mapping[str, Mapping[str, Domain]] = {
     "multilabel_margin_loss_backward": {"target": CLASS, "is_target": UNIT},
     "_ctc_loss": {
         "targets": Indices("log_probs", 2, first=1),
-        "input_lengths": Sizes("log_probs", 0),
+        "input_lengths": WholeSize("log_probs", 0),
         "target_lengths": TargetLengths(),
     },
     "_ctc_loss_backward": {
         "targets": Indices("log_probs", 2, first=1),
-        "input_lengths": Sizes("log_probs", 0),
+        "input_lengths": WholeSize("log_probs", 0),
         "target_lengths": TargetLengths(),
     },
     # Positions of a pooled maximum within its plane or volume.
@@ -357,7 +357,7 @@ DOMAINS: Mapping[str, Mapping[str, Domain]] = {
     "max_unpool2d": {"indices": Indices("output_size")},
     "max_unpool3d": {"indices": Indices("output_size")},
     # Lengths, counts and offsets.
-    "_pack_padded_sequence": {"lengths": Sizes("input", 0)},
+    "_pack_padded_sequence": {"lengths": WholeSize("input", 0)},
     "segment_reduce": {"lengths": Parts("data", "axis"), "offsets": Offsets("data", "axis", ends=True)},
     "_segment_reduce_backward": {"lengths": Parts("data", "axis"), "offsets": Offsets("data", "axis", ends=True)},
     "repeat_interleave": {"repeats": Parts("output_size")},
@@ -396,20 +396,25 @@ DOMAINS: Mapping[str, Mapping[str, Domain]] = {
 
 
 def domain_key(op: Op) -> str:
-    """What a measurement's key has to say about the values of operands: workspaces may depend on them."""
-    aten = isinstance(op.target, torch._ops.OpOverload) and op.target.namespace == "aten"
-    return " in domain" if aten and op.target.overloadpacket.__name__ in DOMAINS else ""
+    """The part of a measurement's key about the values of operands, on which workspaces may depend."""
+    return " in domain" if _aten_name(op) in DOMAINS else ""
 
 
-ELEMENT_BY_ELEMENT = (Between, Constant, Indices, EachDimension, Sizes)
-"""Domains that do not depend on where an element is: they fill memory, whatever its layout."""
+def _aten_name(op: Op) -> str:
+    """The name of an operator of `aten` without its overload; empty for any other."""
+    aten = isinstance(op.target, OpOverload) and op.target.namespace == "aten"
+    return packet_name(op.target) if aten else ""
+
+
+ELEMENT_BY_ELEMENT = (Between, Constant, Indices, EachDimension, WholeSize)
+"""Domains that do not depend on the position of an element: they fill memory of any layout."""
 
 Fill = Callable[[torch.Tensor, torch.Tensor, torch.Generator], None]
 """Writes to the memory of a tensor: called with the memory, flat, the tensor in it, and a generator."""
 
 
 def operand_domains(graph: Graph, op: Op) -> dict[int, Fill]:
-    """How to fill every value among the operands that has a domain."""
+    """Return a function that fills it for every operand with a domain."""
     call = ProbedCall(graph, op)
     found: dict[int, Fill] = {}
     for name, domain in DOMAINS.get(call.name, {}).items():
@@ -422,7 +427,7 @@ def operand_domains(graph: Graph, op: Op) -> dict[int, Fill]:
 
 
 def fill_by_default(memory: torch.Tensor, tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Noise for floating point, zeros for the rest."""
+    """Fill with noise if it is floating point, else with zeros."""
     if memory.is_floating_point() or memory.is_complex():
         _repeat(memory, lambda part: part.normal_(generator=generator))
     else:

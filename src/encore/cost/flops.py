@@ -1,6 +1,6 @@
 """Floating-point operations of the operators that compute more than they move: a table. A multiply-add counts as two.
 
-What is not in the table is taken to be bound by memory.
+Operators that are not in the table are assumed to be bound by memory.
 """
 
 from __future__ import annotations
@@ -9,24 +9,21 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from encore.graph import Graph, Op
+from encore.graph.torch_private import packet_name
 from encore.graph.values import Ref
 
 Shape = tuple[int, ...]
 
 
-def flops(graph: Graph, op: Op) -> float:
-    """Of one call; 0 for operators that are bound by memory."""
-    if not isinstance(op.target, torch._ops.OpOverload):
-        return 0
-    count = COUNTS.get(op.target.overloadpacket.__name__)
+def count_flops(graph: Graph, op: Op) -> float:
+    """Return the operations of one call; 0 for operators that are bound by memory."""
+    count = COUNTS.get(packet_name(op.target))
     return 0 if count is None else count(_Arguments(graph, op))
 
 
 class _Arguments:
-    """The arguments of a call by the names its schema gives them."""
+    """The arguments of a call by the names in its schema."""
 
     def __init__(self, graph: Graph, op: Op) -> None:
         names = [argument.name for argument in op.target._schema.arguments]
@@ -39,7 +36,7 @@ class _Arguments:
         return self._given.get(name, self._defaults.get(name))
 
     def shape(self, *names: str) -> Shape:
-        """Of the first of these arguments that there is."""
+        """The shape of the first of these arguments that is given."""
         for name in names:
             argument = self[name]
             if isinstance(argument, Ref):
@@ -48,7 +45,7 @@ class _Arguments:
 
 
 def _product(left: str, right: str) -> Callable[[_Arguments], float]:
-    """Matrices, or stacks of them: each row of the left one meets each column of the right one."""
+    """Matrices, or stacks of them: the product of each row of the left one with each column of the right one."""
     return lambda given: 2 * math.prod(given.shape(left)) * given.shape(right)[-1]
 
 
@@ -57,7 +54,7 @@ def _linear(given: _Arguments) -> float:
 
 
 def _convolution(given: _Arguments) -> float:
-    """Every filter meets every position of the result; of the source, where the convolution is transposed."""
+    """One product for every filter and position of the result (of the source, if the convolution is transposed)."""
     weight = given.shape("weight")
     positions = given.shape("input") if given["transposed"] else given.results[0]
     return 2 * math.prod(positions) * math.prod(weight[1:])
@@ -72,7 +69,7 @@ def _convolution_backward(given: _Arguments) -> float:
 
 
 def _attention(given: _Arguments) -> float:
-    """Scores, and the mix of values; half of them where no query looks ahead."""
+    """Scores, and the sum of values; half of both if attention is causal."""
     return (2 * _scores(given) + 2 * _mix(given)) * (0.5 if given["is_causal"] else 1)
 
 
@@ -98,25 +95,25 @@ def _dot(scores: int, mix: int) -> Callable[[_Arguments], float]:
 
 
 def _additive(per_number: int) -> Callable[[_Arguments], float]:
-    """Every query meets every key in a tanh, which costs as much as this many operations."""
+    """A tanh for every pair of query and key, which costs as much as this many operations."""
     return lambda given: per_number * math.prod(given.shape("query")) * given.shape("keys")[1]
 
 
 def _recurrent(given: _Arguments) -> float:
-    """Both weight matrices meet every step of every sequence; the cell itself hardly counts."""
+    """A product with both weight matrices for every step of every sequence; the cell itself is negligible."""
     steps = math.prod(given.shape("input")[:-1])
     matrices = (("weight0", "weight1"), ("weight1", "weight2"))[given["weight0"] is None]  # backward counts from 1
     return 2 * steps * sum(math.prod(given.shape(name)) for name in matrices)
 
 
 def _sequence(given: _Arguments) -> float:
-    """Encore's recurrent layers: as above, and a projection of h where there is one."""
+    """Encore's recurrent layers: as above, and the projection of h if there is one."""
     return 2 * _rows(given) * _weights(given, "w_ih", "w_hh", "w_hr")
 
 
 def _sequence_backward(given: _Arguments) -> float:
-    """What each weight meets: the gradient on its way back (the input's only where it is wanted), a second time for
-    its own gradient, and a third time where gates that were not kept are built again."""
+    """The products with each weight: for the gradient of its operand (the input's only if it is needed), for its own
+    gradient, and for gates that were not saved and are recomputed."""
     passes = {"w_ih": bool(given["need_x"]), "w_hh": True, "w_hr": True}
     rebuilt = {"w_ih": bool(given["keep"]), "w_hh": bool(given["keep"]), "w_hr": False}
     times = {name: passes[name] + bool(given["need_weights"]) + rebuilt[name] for name in passes}

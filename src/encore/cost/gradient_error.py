@@ -1,15 +1,15 @@
 """The error that lossy codecs cause in the gradients of a step, measured on real tensors.
 
 **Definition.** Let g be the gradients of all parameters, one after the other as one vector, from a run of the step in
-which every lossy code holds the activation itself, and g' the same from a run with the codes. The error is
+which every lossy code is the activation itself, and g' the same from a run with the codes. The error is
 |g' - g| / |g| in the Euclidean norm. It bounds how far an optimizer's direction turns (its sine is at most the error)
 and how much longer or shorter it gets; a single parameter whose own gradient is tiny may be further off, so the largest
-error of a parameter is reported next to it. Gradients of inputs that need some (a graph that is not the first of its
-step has such) form a second vector; the larger error of the two counts.
+error of a parameter is reported next to it. Gradients of inputs (of graphs that are not the first of their step)
+form a second vector; the larger error of the two counts.
 
-Both runs have the same schedule, kernels, buffers and draws, so rounding that has nothing to do with codecs is the same
-in both: a network that magnifies rounding is not blamed on them. New contents of buffers are results of a graph that
-nobody copies here, and generators are put back, so that the step itself finds everything as it was.
+Both runs have the same schedule, kernels, buffers and draws, so rounding that is not due to codecs is the same in
+both, also in a network that magnifies rounding. New contents of buffers are results of a graph and are not copied here,
+and the states of generators are restored, so that the step itself is unchanged.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
 
 from encore.codecs import CODECS, Codec
 from encore.cost.timing import generators_kept
 from encore.graph import Graph, Op, OpClass, Role
 from encore.graph.random_ops import DrawState
 from encore.graph.tier_ops import LoadFrom, StoreTo
+from encore.graph.torch_private import FakeTensor, OpOverload
 from encore.lower.codegen import Lowered, lower
 from encore.lower.kernels import CompiledKernel
 from encore.schedule import Action, Load, Run, Schedule, Store, Wait
@@ -46,13 +46,13 @@ class GradientError:
     """How far gradients are from those without lossy codecs."""
 
     relative: float
-    """|g' - g| / |g| over all parameters; infinite where g' is not finite."""
+    """|g' - g| / |g| over all parameters; infinite if g' is not finite."""
     largest: float = 0.0
     """The largest such error of a single parameter whose gradient is not negligible."""
 
 
 def lossy_codec(op: Op) -> Codec | None:
-    """The lossy codec whose encoder or decoder an operator is."""
+    """Return the lossy codec whose encoder or decoder an operator is."""
     for codec in CODECS.values():
         if codec.lossless:
             continue
@@ -64,9 +64,9 @@ def lossy_codec(op: Op) -> Codec | None:
 
 
 def why_unmeasurable(graph: Graph, primals: Sequence[Any]) -> str:
-    """Why the step cannot be run for a measurement; empty if it can."""
+    """Return why the step cannot be run for a measurement; empty if it can."""
     if len(primals) != len(graph.primals) or any(primal is None for primal in primals):
-        return "an input of the graph is made by PyTorch while it runs"
+        return "an input of the graph is created by PyTorch while it runs"
     if any(isinstance(primal, FakeTensor) for primal in primals):
         return "an estimate runs nothing"
     for op in graph.ops:
@@ -78,26 +78,26 @@ def why_unmeasurable(graph: Graph, primals: Sequence[Any]) -> str:
 # -- the step without loss -------------------------------------------------------------------------------------------
 
 
-def hold(x: torch.Tensor, *options: Any) -> torch.Tensor:
-    """The place of an encoder, or of a store, in a run that loses nothing: later operators may write over `x`."""
+def keep_copy(x: torch.Tensor, *options: Any) -> torch.Tensor:
+    """Replaces an encoder or a store in an exact run: a copy, since later operators may write over `x`."""
     return x.clone()
 
 
-def give_back(held: torch.Tensor, *layout: Any) -> torch.Tensor:
-    """The place of a decoder, or of a load: a fresh tensor, since backward may ask for another one."""
-    return held.clone()
+def copy_back(kept: torch.Tensor, *layout: Any) -> torch.Tensor:
+    """Replaces a decoder or a load: a copy, since there may be several."""
+    return kept.clone()
 
 
 def in_memory(schedule: Schedule, *, exact: bool) -> Schedule:
-    """The schedule with everything that goes to a tier kept in memory and, if `exact`, with activations themselves in
-    the place of their lossy codes."""
+    """Return the schedule with offloaded values in memory and, if `exact`, with activations in place of their lossy
+    codes."""
     ops = []
     for op in schedule.graph.ops:
         coded = lossy_codec(op) if exact else None
         if isinstance(op.target, StoreTo) or (coded is not None and op.target is coded.encode):
-            op = dataclasses.replace(op, target=hold)
+            op = dataclasses.replace(op, target=keep_copy)
         elif isinstance(op.target, LoadFrom) or coded is not None:
-            op = dataclasses.replace(op, target=give_back)
+            op = dataclasses.replace(op, target=copy_back)
         ops.append(op)
     return dataclasses.replace(
         schedule,
@@ -119,7 +119,7 @@ def _without_transfers(graph: Graph, actions: Sequence[Action]) -> Iterator[Acti
 
 
 def extra_bytes(graph: Graph) -> int:
-    """What a run in memory and without loss holds beyond the schedule as planned, at most."""
+    """The most bytes that an exact run in memory takes beyond the planned schedule."""
     return sum(
         graph.bytes_of(op.reads[0])
         for op in graph.ops
@@ -141,14 +141,14 @@ def lower_in_memory(
     kernels: Mapping[str, CompiledKernel] | None = None,
     watches: Mapping[int, Callable[..., Any]] | None = None,
 ) -> Lowered:
-    """The schedule as callables that touch no tier; see `in_memory`."""
+    """Compile the schedule to callables that use no tier; see `in_memory`."""
     return lower(in_memory(schedule, exact=exact), "measured", kernels, watches)
 
 
 def run_gradients(
     graph: Graph, lowered: Lowered, primals: Sequence[Any], tangents: Sequence[torch.Tensor]
 ) -> Gradients:
-    """The gradients of one step. Generators go on from where they were."""
+    """Run a step and return its gradients. The states of generators are restored."""
     with torch.no_grad(), _draws_undone(graph, primals):
         made = lowered.forward(list(primals))
         saved = list(made[len(graph.outputs) :])
@@ -163,7 +163,7 @@ def _draws_undone(graph: Graph, primals: Sequence[Any]) -> Iterator[None]:
         id(argument): argument
         for op in graph.ops
         for argument in (*op.args, *op.kwargs.values(), getattr(op.target, "generator", None))
-        if isinstance(argument, torch.Generator) and isinstance(op.target, DrawState | torch._ops.OpOverload)
+        if isinstance(argument, torch.Generator) and isinstance(op.target, DrawState | OpOverload)
     }
     states = [(generator, generator.get_state()) for generator in named.values()]
     cuda = any(isinstance(primal, torch.Tensor) and primal.is_cuda for primal in primals)
@@ -175,9 +175,9 @@ def _draws_undone(graph: Graph, primals: Sequence[Any]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def made_up_tangents(graph: Graph) -> list[torch.Tensor]:
-    """Gradients of the outputs: one for a loss, as `loss.backward()` would give it, and noise from a seed for any other
-    output, of the size that the mean over its elements would send."""
+def random_tangents(graph: Graph) -> list[torch.Tensor]:
+    """Gradients of the outputs: 1 for a loss, as in `loss.backward()`, and for any other output noise from a seed,
+    scaled like the gradient of the mean over its elements."""
     made = []
     for number, value in enumerate(graph.values[tangent] for tangent in graph.tangents):
         assert value.storage is not None
@@ -194,8 +194,8 @@ def made_up_tangents(graph: Graph) -> list[torch.Tensor]:
 # -- comparison ------------------------------------------------------------------------------------------------------
 
 
-def gradient_error(graph: Graph, exact: Sequence[Any], lossy: Sequence[Any]) -> GradientError:
-    """The error of gradients, in the order of the graph's; see the module."""
+def compare_gradients(graph: Graph, exact: Sequence[Any], lossy: Sequence[Any]) -> GradientError:
+    """Return the error of gradients, which are in the order of the graph's; see the module."""
     parts: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for value, want, have in zip(graph.primals, exact, lossy, strict=True):
         if isinstance(want, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Time compiled kernels on made-up operands."""
+"""Time compiled kernels on random operands."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from encore.cost.allocator import profiler_is_running
-from encore.cost.probe import made_up, span
+from encore.cost.probe import random_tensor
 from encore.cost.room import has_room, sets_of_operands
 from encore.cost.seconds import Seconds
 from encore.cost.signature import is_here
 from encore.cost.timing import seconds_of
+from encore.cost.torch_private import profiler_is_running
 from encore.graph import OpClass
 from encore.graph.ops import classify
-from encore.graph.values import refs
+from encore.graph.values import refs, span_elements
 from encore.schedule.kernel import Call as KernelCall
 from encore.schedule.kernel import Kernel, Operand
 
@@ -27,11 +27,11 @@ log = logging.getLogger("encore")
 
 Call = Callable[[list[Any]], tuple[Any, ...]]
 UNCHANGED = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
-"""Of zeros they make zeros."""
+"""Their results for zeros are zeros."""
 
 
 def time_kernels(seconds: Seconds, kernels: Mapping[str, Kernel], compiled: Mapping[str, CompiledKernel]) -> None:
-    """Have every kernel's seconds known: those that never were timed on this machine are timed now."""
+    """Time the kernels that have not been timed on this machine."""
     for key, kernel in kernels.items():
         if key not in compiled or seconds.knows(key):
             continue
@@ -39,33 +39,33 @@ def time_kernels(seconds: Seconds, kernels: Mapping[str, Kernel], compiled: Mapp
             continue
         try:
             found = kernel_seconds(kernel, compiled[key].call)
-        except Exception as error:  # made-up operands may be refused; the step itself will still run
-            log.info("the seconds of kernel %s are a guess: it could not be run (%s)", key, error)
+        except Exception as error:  # of any kind: a kernel may reject random operands, and still run in the step
+            log.info("the seconds of kernel %s are an estimate: it cannot be run (%s)", key, error)
         else:
             seconds.learn(key, found)
 
 
 def kernel_seconds(kernel: Kernel, call: Call) -> float:
-    """Time one compiled kernel. `call` takes a list of operands and empties it. What it writes over is made good before
-    every run: halved a hundred times, numbers are so small that processors take far longer over them."""
+    """Time one compiled kernel. `call` takes a list of operands and empties it. Operands that it writes over are
+    restored before every run: numbers that are halved a hundred times become subnormal, which is far slower."""
     with torch.no_grad():
         sets = [_operands(kernel) for _ in range(sets_of_operands(_footprint(kernel)))]
         calls = [_bound(call, operands) for operands in sets]
         if not kernel.over:
             return seconds_of(calls, cuda=_on_cuda(kernel))
-        spoiled = [operands[number] for operands in sets for _, number in kernel.over]
-        good = [tensor.clone() for tensor in spoiled]
+        overwritten = [operands[number] for operands in sets for _, number in kernel.over]
+        originals = [tensor.clone() for tensor in overwritten]
 
         def refresh() -> None:
-            for tensor, original in zip(spoiled, good, strict=True):
+            for tensor, original in zip(overwritten, originals, strict=True):
                 tensor.copy_(original)
 
         return seconds_of(calls, cuda=_on_cuda(kernel), refresh=refresh)
 
 
 def may_run(kernel: Kernel) -> bool:
-    """Are there devices and memory for its operands, and will it take made-up ones? An index out of bounds ends the
-    process: no kernel is tried that computes one."""
+    """Return whether there are devices and memory for its operands, and it accepts random ones. An index out of bounds
+    ends the process, so a kernel that computes an index is not run."""
     if any(0 in operand.shape for operand in kernel.operands) or not all(map(is_here, kernel.devices)):
         return False
     if _computes_an_index(kernel):
@@ -74,7 +74,7 @@ def may_run(kernel: Kernel) -> bool:
 
 
 def _computes_an_index(kernel: Kernel) -> bool:
-    """Does it index by anything but an operand as it is? Those are made up of zeros."""
+    """Return whether it indexes by anything but an operand as it is, which is filled with zeros."""
     given = set(range(len(kernel.operands)))
     number = len(given)
     for call in kernel.calls:
@@ -98,20 +98,20 @@ def _bound(call: Call, operands: list[torch.Tensor]) -> Callable[[], Any]:
 
 
 def _operands(kernel: Kernel) -> list[torch.Tensor]:
-    """Laid out as the kernel was promised; it checks nothing."""
+    """Random operands with the layouts that the kernel assumes without checking."""
     generators = {device: torch.Generator(device) for device in kernel.devices}
     return [_operand(operand, generators[operand.device]) for operand in kernel.operands]
 
 
 def _operand(operand: Operand, generator: torch.Generator) -> torch.Tensor:
-    return made_up(operand, operand.device, generator, offset=0 if operand.aligned else 1)
+    return random_tensor(operand, operand.device, generator, offset=0 if operand.aligned else 1)
 
 
 def _footprint(kernel: Kernel) -> int:
-    """Bytes of operands and results; a result is taken to be as precise as the most precise operand."""
+    """Bytes of operands and results; a result is assumed to have the widest type of the operands."""
     widest = max((operand.dtype.itemsize for operand in kernel.operands), default=4)
-    given = sum(span(operand.shape, operand.stride) * operand.dtype.itemsize for operand in kernel.operands)
-    return given + widest * sum(map(span, kernel.shapes, kernel.layouts))
+    given = sum(span_elements(operand.shape, operand.stride) * operand.dtype.itemsize for operand in kernel.operands)
+    return given + widest * sum(map(span_elements, kernel.shapes, kernel.layouts))
 
 
 def _on_cuda(kernel: Kernel) -> bool:

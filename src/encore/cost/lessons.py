@@ -1,10 +1,9 @@
-"""What running steps show of the way to a tier.
+"""The speed of a tier, measured on running steps.
 
-A look at a tier before the first step (`links.py`) computes nothing but products beside it. A step has other operators,
-finds other caches, and lets its threads wait for each other in other ways; its transfers and its pace beside them are
-therefore taken from itself. The first steps of a plan that moves feature maps are watched: how long the tier's own
-thread took for their bytes, and by how much computing took longer than its operators take by themselves. What they show
-replaces what was measured before, and is what the next plan is made with.
+The measurement before the first step (`links.py`) overlaps transfers with matrix products alone. A step has other
+operators, another state of caches and another use of threads, so both speeds are measured again in the step itself. The
+first steps of a plan that offloads activations are timed: how long the tier's own thread takes for their bytes, and how
+much longer computing takes than its operators alone. The results replace the earlier measurement in later plans.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from encore.fates import Link
 from encore.tiers import Tier
 
 STEPS = 3
-"""That are watched, after the first, which makes the file and warms up."""
+"""Steps that are timed, after the first, which creates the file and warms up."""
 LEAST_MOVED = 4 << 20
-"""Bytes that a step must move to show anything."""
+"""Bytes that a step must move to be measured."""
 
 
 class LinkLessons:
-    """Watches the steps of one plan. `computing` is what its operators take by themselves."""
+    """Times the steps of one plan. `computing` is the sum of the seconds of its operators."""
 
     def __init__(self, tier: Tier, known: Link, computing: float) -> None:
         self.tier = tier
@@ -39,17 +38,17 @@ class LinkLessons:
         return self._steps >= STEPS
 
     def begin_step(self) -> None:
-        """Forward begins. One whose backward never came has shown nothing."""
+        """Begin a forward. A step whose backward does not run is not measured."""
         self._before = self.tier.transfers.copy()
         self._spent = 0.0
 
     def ran(self, began: float) -> None:
-        """Forward or backward is over; it began at this time."""
+        """Record that forward or backward has ended, which began at this time."""
         if self._spent is not None:
             self._spent += time.perf_counter() - began
 
     def end_step(self) -> None:
-        """Backward is over."""
+        """Record that backward has ended."""
         if self._spent is None:
             return
         self._steps += 1

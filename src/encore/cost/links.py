@@ -1,10 +1,10 @@
-"""How fast the way to a tier is, beside a step that computes.
+"""The speed of transfers to and from a tier, while a step computes.
 
-A transfer runs on a thread that packs, sums up and writes, and so takes time from those that compute, as they do from
-it. So both are measured together: large parcels go out and come back while matrices are multiplied, and the pace of the
-products says what a transfer costs even where nobody waits for it. Measured once for every folder and kept on disk,
-until steps that move feature maps show more (`lessons.py`). Where nothing may run and nothing is on disk, the
-constants below stand in: they are those of a middling solid-state disk.
+A transfer runs on a thread that packs, computes checksums and writes, and so slows down the threads that compute, as
+they slow down the transfer. So both are measured together: large parcels are stored and loaded while matrices are
+multiplied, and the slowdown of the products is the cost of a transfer that nothing waits for. It is measured once for
+every folder and cached, until running steps give a better measurement (`lessons.py`). If nothing may run and nothing is
+cached, the constants below are used: those of an average solid-state disk.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from encore.cost.allocator import profiler_is_running
 from encore.cost.rates import is_duration
 from encore.cost.timing import seconds_of
+from encore.cost.torch_private import profiler_is_running
 from encore.fates import Link
 from encore.measurements import machine_cache
 from encore.tiers import Parcel, Tier
@@ -28,25 +28,25 @@ DEPTH = 64
 
 PARCEL = 8 << 20
 PARCELS = 8
-"""Of that size go out and come back at a time."""
+"""The number of such parcels that are stored and loaded at a time."""
 SMALL = 16
-"""Parcels of a page whose time is that of the call."""
+"""The number of tiny parcels, whose time is that of the call."""
 ROUNDS = 6
-"""The first one also makes the file, and does not count; of the others, the best does."""
+"""The first one also creates the file and is not counted; the best of the others is."""
 SIDE = 384
-"""Rows and columns of the matrices that are multiplied meanwhile."""
+"""Rows and columns of the matrices that are multiplied during transfers."""
 SLOWEST = 0.05
-"""Of any pace that was measured: something must be moving, or the machine was busy with other things."""
+"""The least measured pace that is believed; below it, the machine was busy with other work."""
 FIGURES = ("store", "load", "call", "pace")
 
 
 def assumed_link() -> Link:
-    """What is taken for granted where nothing was measured."""
+    """The speed that is assumed if nothing was measured."""
     return Link(1 / DISK_BYTES_A_SECOND, 1 / DISK_BYTES_A_SECOND, CALL_SECONDS, PACE, DEPTH)
 
 
 def known_link(name: str, place: str, depth: int = DEPTH) -> Link | None:
-    """What was measured before."""
+    """The cached speed, if it was measured before."""
     cache = machine_cache()
     known = {figure: cache.get(_key(name, place, figure)) for figure in FIGURES}
     figures = {figure: number for figure, number in known.items() if number is not None and is_duration(number)}
@@ -54,7 +54,7 @@ def known_link(name: str, place: str, depth: int = DEPTH) -> Link | None:
 
 
 def link_to(tier: Tier) -> Link:
-    """The way to a tier: measured before, or now."""
+    """Return the speed of a tier, measured before or now."""
     known = known_link(tier.name, tier.place, tier.depth)
     if known is not None or profiler_is_running():
         return known or assumed_link()
@@ -64,7 +64,7 @@ def link_to(tier: Tier) -> Link:
 
 
 def keep_link(tier: Tier, found: Link) -> None:
-    """Write down what was found of the way to a tier, for everybody who asks from now on."""
+    """Cache the measured speed of a tier."""
     cache = machine_cache()
     for figure in FIGURES:
         cache.put(_key(tier.name, tier.place, figure), getattr(found, figure))
@@ -76,7 +76,7 @@ def _key(name: str, place: str, figure: str) -> str:
 
 
 def measure_link(tier: Tier) -> Link:
-    """Send parcels out and back, and compute meanwhile."""
+    """Measure storing and loading parcels while matrices are multiplied."""
     device = "cuda" if tier.name == "host" and torch.cuda.is_available() else "cpu"
     large = [torch.zeros(PARCEL, dtype=torch.uint8, device=device) for _ in range(min(PARCELS, tier.depth))]
     small = [torch.zeros(1, dtype=torch.uint8, device=device) for _ in range(min(SMALL, tier.depth))]
@@ -87,8 +87,8 @@ def measure_link(tier: Tier) -> Link:
 
     with torch.no_grad():
         alone = seconds_of([compute], cuda=device == "cuda")
-        rounds = [_there_and_back(tier, large, compute) for _ in range(ROUNDS)]
-        calls = [_there_and_back(tier, small, None) for _ in range(ROUNDS)]
+        rounds = [_round_trip(tier, large, compute) for _ in range(ROUNDS)]
+        calls = [_round_trip(tier, small, None) for _ in range(ROUNDS)]
     size = PARCEL * len(large)
     out, back = min(there for there, _, _ in rounds[1:]), min(again for _, again, _ in rounds[1:])
     pace = max(done * alone / (there + again) for there, again, done in rounds[1:])
@@ -97,22 +97,22 @@ def measure_link(tier: Tier) -> Link:
     return Link(store, load, call, min(1.0, max(SLOWEST, pace)), tier.depth)
 
 
-def _there_and_back(
+def _round_trip(
     tier: Tier, tensors: list[torch.Tensor], compute: Callable[[], None] | None
 ) -> tuple[float, float, int]:
-    """Seconds on the way out and on the way back, and how often something was computed beside."""
+    """Seconds of storing and of loading, and how many calls of `compute` ran meanwhile."""
     parcels: list[Parcel] = []
     tier.claim([tensor.nbytes for tensor in tensors])
     try:
         started = time.perf_counter()
         parcels += (tier.store([tensor]) for tensor in tensors)
-        done = _compute_beside(tier, compute)
+        done = _compute_during(tier, compute)
         tier.wait()
         out = time.perf_counter() - started
         started = time.perf_counter()
         for parcel in parcels:
             tier.prefetch(parcel)
-        done += _compute_beside(tier, compute)
+        done += _compute_during(tier, compute)
         for parcel in parcels:
             tier.load(parcel)
         back = time.perf_counter() - started
@@ -122,8 +122,8 @@ def _there_and_back(
     return out, back, done
 
 
-def _compute_beside(tier: Tier, compute: Callable[[], None] | None) -> int:
-    """How often something can be computed while a tier is busy."""
+def _compute_during(tier: Tier, compute: Callable[[], None] | None) -> int:
+    """Call `compute` while a tier is busy; return how often."""
     done = 0
     while compute is not None and tier.busy:
         compute()

@@ -1,4 +1,4 @@
-"""Run one operator of a graph by itself, on made-up tensors of the right shapes, and ask the allocator about it."""
+"""Run one operator of a graph by itself, on random tensors of the right layouts, and measure what it allocates."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from encore.cost.allocations import measure_cpu, measure_cuda
 from encore.cost.domains import Fill, fill_by_default, operand_domains
-from encore.cost.measure import measure_cpu, measure_cuda
 from encore.cost.timing import generators_kept
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST
-from encore.graph.values import Value, map_refs, span_bytes
+from encore.graph.values import Value, map_refs, span_bytes, span_elements
 from encore.lower.calls import callable_for
 from encore.rnn.registry import MADE_UP
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 def probe_workspace(graph: Graph, op: Op) -> int:
-    """Bytes the operator had allocated at its worst moment beyond what its results hold in the end."""
-    call = made_up_call(graph, op)
+    """Return the peak of an operator's allocations, without its results."""
+    call = random_call(graph, op)
     cuda = on_cuda(graph, op)
     with torch.no_grad(), generators_kept(cuda=cuda) if op.kind is OpClass.RANDOM else contextlib.nullcontext():
         measured = (measure_cuda if cuda else measure_cpu)(call)
     return measured.step_peak - measured.left
 
 
-def made_up_call(graph: Graph, op: Op, over: int | None = None) -> Callable[[], Any]:
-    """The operator as the step will call it, bound to operands of its own; `over` is the one it writes over."""
+def random_call(graph: Graph, op: Op, over: int | None = None) -> Callable[[], Any]:
+    """The operator as the step calls it, bound to random operands; `over` is the one it writes over."""
     generators: dict[str, torch.Generator] = {}
     operands: dict[int, Any] = {}
     fills = operand_domains(graph, op)
@@ -43,7 +43,7 @@ def made_up_call(graph: Graph, op: Op, over: int | None = None) -> Callable[[], 
             assert value.storage is not None
             device = graph.storages[value.storage].device
             generator = generators.setdefault(device, torch.Generator(device))
-            operands[index] = made_up(value, device, generator, fill=fills.get(index, fill_by_default))
+            operands[index] = random_tensor(value, device, generator, fill=fills.get(index, fill_by_default))
         return operands[index]
 
     args = map_refs(op.args, operand)
@@ -64,7 +64,7 @@ def on_cuda(graph: Graph, op: Op) -> bool:
     return any(graph.storages[storage].device.startswith("cuda") for storage in storages if storage is not None)
 
 
-def made_up(
+def random_tensor(
     like: Value | Operand,
     device: str,
     generator: torch.Generator,
@@ -72,19 +72,12 @@ def made_up(
     offset: int = 0,
     fill: Fill = fill_by_default,
 ) -> torch.Tensor:
-    """A tensor with the shape, strides and type of a value. Its first element comes `offset` elements after the
-    beginning of its memory."""
+    """A tensor with the shape, strides and type of a value, `offset` elements after the beginning of its storage."""
     assert like.dtype is not None
-    memory = torch.empty(offset + span(like.shape, like.stride), dtype=like.dtype, device=device)
+    memory = torch.empty(offset + span_elements(like.shape, like.stride), dtype=like.dtype, device=device)
     tensor = memory.as_strided(like.shape, like.stride, offset)
     fill(memory, tensor, generator)
     return tensor
-
-
-def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements of memory from the first to the last."""
-    steps = zip(shape, stride, strict=True)
-    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in steps)
 
 
 def footprint(graph: Graph, op: Op) -> int:

@@ -1,8 +1,8 @@
-"""How fast this machine is: arithmetic, memory, and the call of an operator that does nothing.
+"""The speed of this machine: arithmetic, memory, and the call of an operator that does nothing.
 
-Each is measured once, on one large matrix product, one large copy and one view, and kept on disk. Where nothing may
-run and nothing is on disk, the constants below stand in: they are those of a middling server, and good for comparing
-operators with each other rather than for telling the time.
+Each is measured once, on one large matrix product, one large copy and one view, and cached. If nothing may run and
+nothing is cached, the constants below are used: those of an average server, good enough to compare operators with each
+other, not to predict seconds.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from encore.cost.allocator import profiler_is_running
 from encore.cost.signature import is_here
 from encore.cost.timing import seconds_of
+from encore.cost.torch_private import profiler_is_running
 from encore.lower.calls import callable_for
 from encore.measurements import machine_cache
 
@@ -33,7 +33,7 @@ MULTIPLIED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Rates:
-    """Speeds by device. `run=False` never runs anything."""
+    """Speeds by device. With `run=False` nothing is run."""
 
     def __init__(self, *, run: bool) -> None:
         self.run = run
@@ -57,7 +57,7 @@ class Rates:
 
     @property
     def view(self) -> float:
-        """Seconds from Python into an operator that only makes a name, and back."""
+        """Seconds of a call from Python of an operator that returns a view."""
         return 1 / self._rate("views", 1 / VIEW_SECONDS, "cpu", _view)
 
     def _rate(self, name: str, default: float, device: str, measure: Callable[[], float]) -> float:
@@ -75,7 +75,7 @@ class Rates:
 
 
 def is_duration(number: float) -> bool:
-    """A file may hold anything."""
+    """Return whether a number from the cache can be a duration."""
     return math.isfinite(number) and number > 0
 
 

@@ -1,8 +1,8 @@
-"""Seconds by arithmetic and bytes, for what is not measured.
+"""Seconds by a roofline model, for operators and kernels that are not measured.
 
-An operator is taken to run at the machine's full speed in whichever it has more of, plus the way into it: a lower
-bound for operators that reach neither, and good enough to compare. Functions such as tanh take a while even in
-registers; they are charged by the element, which matters in fused kernels, where little is moved.
+An operator is assumed to reach the machine's full arithmetic rate or bandwidth, whichever takes longer, plus the time
+of its call: a lower bound, and good enough to compare. Functions such as tanh take time even in registers; they are
+counted by the element, which matters in fused kernels, where little is moved.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Iterable
 
 import torch
 
-from encore.cost.flops import flops
+from encore.cost.flops import count_flops
 from encore.cost.rates import Rates
 from encore.graph import Graph, Op, OpClass
+from encore.graph.torch_private import packet_name
 from encore.graph.values import Value, span_bytes
 from encore.schedule import Fused
 
@@ -30,27 +31,27 @@ NANOSECONDS: dict[str, float] = {
     "dropout_mask": 0.5, "dropout_noise": 2.0, "bernoulli_noise": 2.0, "native_dropout": 2.0, "bernoulli": 2.0,
     "rand": 2.0, "rand_like": 2.0, "randn": 3.0, "randn_like": 3.0,
 }  # fmt: skip
-"""By operator, of one thread and element, in vector registers of 512 bits; twice that where they have 256."""
+"""By operator, for one thread and element, with vector registers of 512 bits; twice that with 256."""
 OTHERWISE = 0.05
 """Additions, products, comparisons."""
 
 GATHERS = frozenset({"embedding", "index", "index_select", "gather", "take"})
-"""Operators that read of their first operand no more than what they return."""
+"""Operators that read no more of their first operand than they return."""
 
 
 def op_roofline(graph: Graph, op: Op, rates: Rates) -> float:
     """Seconds of one operator."""
-    read = (op.writes[0], *op.reads[1:]) if _packet(op) in GATHERS else op.reads
+    read = (op.writes[0], *op.reads[1:]) if packet_name(op.target) in GATHERS else op.reads
     values = _values(graph, (*read, *op.writes))
     device = _device(graph, values)
     moved = sum(map(_bytes, values)) / rates.bandwidth(device)
-    count = flops(graph, op)
+    count = count_flops(graph, op)
     computed = count / rates.flops(device, values[0].dtype) if count else _arithmetic(graph, op, device)
     return OPERATOR_CALL * rates.view + max(moved, computed)
 
 
 def kernel_roofline(graph: Graph, action: Fused, rates: Rates) -> float:
-    """Seconds of one fused kernel: what it is given and leaves is moved, what lives inside is only computed."""
+    """Seconds of one fused kernel: operands and results are moved, intermediate values are only computed."""
     values = _values(graph, (*action.reads, *action.writes))
     device = _device(graph, values)
     moved = sum(map(_bytes, values)) / rates.bandwidth(device)
@@ -59,15 +60,11 @@ def kernel_roofline(graph: Graph, action: Fused, rates: Rates) -> float:
 
 
 def _arithmetic(graph: Graph, op: Op, device: str) -> float:
-    """Seconds in registers. A reduction works through what it reads. CUDA has registers to spare: nothing."""
+    """Seconds in registers: for a reduction, by the elements that it reads; nothing on CUDA."""
     if device != "cpu" or op.kind is OpClass.VIEW:
         return 0.0
     elements = max((math.prod(value.shape) for value in _values(graph, (*op.reads, *op.writes))), default=0)
-    return elements * NANOSECONDS.get(_packet(op), OTHERWISE) * 1e-9 / torch.get_num_threads()
-
-
-def _packet(op: Op) -> str:
-    return op.target.overloadpacket.__name__ if isinstance(op.target, torch._ops.OpOverload) else ""
+    return elements * NANOSECONDS.get(packet_name(op.target), OTHERWISE) * 1e-9 / torch.get_num_threads()
 
 
 def _values(graph: Graph, numbers: Iterable[int | None]) -> list[Value]:
@@ -76,11 +73,11 @@ def _values(graph: Graph, numbers: Iterable[int | None]) -> list[Value]:
 
 
 def _bytes(value: Value) -> int:
-    """What is really touched: an expanded tensor is read from cache after the first time, a slice skips elements."""
+    """The bytes that are moved: an expanded tensor is read from cache after the first time, a slice skips elements."""
     return min(span_bytes(value), value.bytes)
 
 
 def _device(graph: Graph, values: list[Value]) -> str:
-    """Where it runs: on the accelerator if anything is there."""
+    """The device that it runs on: the accelerator if any value is there."""
     devices = [graph.storages[value.storage].device for value in values if value.storage is not None]
     return next((device for device in devices if device != "cpu"), "cpu")

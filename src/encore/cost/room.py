@@ -1,46 +1,42 @@
-"""How much memory trying something out may take."""
+"""The free memory that measurements may use."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
+from encore.tiers.limits import available_memory
+
 MOST_BYTES = 4 << 30
-"""Operands and results of a call that is still tried out."""
+"""The most bytes of operands and results of a call that is measured."""
 SHARE = 4
-"""Nor may they take more than one part in so many of the memory that is free."""
+"""They may take at most the free memory divided by this."""
 UNKNOWN_BYTES = 2 << 30
-"""Taken to be free where the system does not tell."""
+"""Assumed to be free if the system does not report it."""
 STEP_SHARE = 0.9
-"""Share of the free memory that a step which is run for a measurement may take."""
+"""Share of the free memory that a step may take which is run for a measurement."""
 CACHE_BYTES = 64 << 20
-"""Operands together larger than this find no cache that would keep them from one call to the next."""
+"""Operands larger than this do not stay in caches from one call to the next."""
 
 
 def has_room(footprint: int, *, cuda: bool) -> bool:
-    """May operands and results of so many bytes be made up? The step needs as much at that moment, but a user who asks
-    for a plan may have little to spare."""
+    """Return whether operands and results of so many bytes may be allocated for a measurement, with most of the free
+    memory left."""
     free = torch.cuda.mem_get_info()[0] if cuda else _available()
     return footprint <= min(MOST_BYTES, free // SHARE)
 
 
 def sets_of_operands(footprint: int) -> int:
-    """How many sets of operands take turns, so that none is warmer than in a step."""
+    """How many sets of operands alternate, so that none is more in cache than in a step."""
     return 1 if footprint > CACHE_BYTES else 2
 
 
 def _available() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return UNKNOWN_BYTES
-    kilobytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return UNKNOWN_BYTES if kilobytes is None else int(kilobytes) << 10
+    found = available_memory()
+    return UNKNOWN_BYTES if found is None else found
 
 
 def step_has_room(footprint: int, *, cuda: bool) -> bool:
-    """May a step that takes so many bytes run now, beyond what is allocated already?"""
+    """Return whether a step that takes so many bytes may run now, beyond what is allocated already."""
     free = _available()
     if cuda:
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -1,10 +1,10 @@
-"""What every operator and fused kernel of a schedule costs in seconds, on this machine.
+"""The seconds of every operator and fused kernel of a schedule, on this machine.
 
-FLOP counts rank memory-bound operators wrongly, and say nothing of the way from Python into one. So operators are
-asked: each distinct call is timed once on made-up operands, called as the step will call it, and the answer is kept on
-disk. A view costs its call; a kernel that has not been compiled, and whatever may not be run (nothing in an estimate,
-nothing beside a user's profiler, no operator that writes to its operands or talks to somebody, none that would need too
-much memory), costs what its arithmetic and bytes say.
+FLOP counts rank memory-bound operators wrongly, and do not include the time of the call from Python. So operators are
+timed: each distinct call once on random operands, called as in the step, and the result is cached. A view costs its
+call. A roofline model (`roofline.py`) gives the seconds of kernels that are not compiled yet and of what may not run:
+anything in an estimate or under a user's profiler, and operators that write to operands, communicate or need too much
+memory.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import weakref
 import torch
 
 from encore.codecs import Codec
-from encore.cost.allocator import profiler_is_running
 from encore.cost.codec_timing import CodecCall, codec_of
 from encore.cost.domains import domain_key
-from encore.cost.probe import footprint, made_up_call, on_cuda
+from encore.cost.probe import footprint, on_cuda, random_call
 from encore.cost.rates import Rates, is_duration
 from encore.cost.roofline import kernel_roofline, op_roofline
 from encore.cost.room import has_room, sets_of_operands
-from encore.cost.signature import as_first_drawn, can_run, is_here, is_pure_aten, signature
+from encore.cost.signature import as_first_drawn, call_signature, can_run, is_here, is_pure_aten
 from encore.cost.timing import MOST_SECONDS, generators_kept, seconds_of
+from encore.cost.torch_private import profiler_is_running
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_codec
 from encore.graph.random_ops import DrawState
@@ -35,16 +35,16 @@ from encore.schedule import Fused, Run, Schedule
 log = logging.getLogger("encore")
 
 WORTH_TIMING = 32 * 1024
-"""Bytes below which an operator costs little more than its call, which is known."""
+"""Bytes below which an operator costs little more than its call."""
 SETTLING = 2.0
-"""Seconds that go into timing the operators of one step again, each by its share of the step."""
+"""Seconds for timing the operators of one step again, each by its share of the step."""
 LEAST_SHARE = 0.005
 """Share of a step from which on an operator is timed again."""
 ROUNDS = 2
 
 
 class Seconds:
-    """Answers for the operators and kernels of graphs. `run=False` never runs anything."""
+    """Returns the seconds of operators and kernels of graphs. With `run=False` nothing is run."""
 
     def __init__(self, *, run: bool) -> None:
         self.run = run
@@ -53,13 +53,13 @@ class Seconds:
         self._known: dict[str, float] = {}
         self._guessed: dict[str, float] = {}
         self._fresh: dict[str, tuple[Graph, Op, int | None]] = {}
-        """What was timed by this object, and once only."""
+        """Operators that this object has timed, and only once."""
         self._answers: weakref.WeakKeyDictionary[Graph, dict[tuple[int, int | None], float]] = (
             weakref.WeakKeyDictionary()
         )
 
     def __call__(self, graph: Graph, op: Op | Fused, over: int | None = None) -> float:
-        """Seconds of one call; of an operator that writes over its operand `over`, where that is given."""
+        """Seconds of one call; of an operator that writes over its operand `over`, if that is given."""
         if isinstance(op, Fused):
             return self._of_kernel(graph, op)
         if op.kind is OpClass.VIEW or isinstance(op.target, DrawState) or is_transfer(op.target):
@@ -77,17 +77,17 @@ class Seconds:
         return op_roofline(graph, op, self._rates)
 
     def learn(self, kernel_key: str, seconds: float) -> None:
-        """A compiled kernel has been timed."""
+        """Record the measured seconds of a compiled kernel."""
         self._known[_kernel(kernel_key)] = seconds
         self._cache.put(_kernel(kernel_key), seconds)
 
     def knows(self, kernel_key: str) -> bool:
-        """Has this kernel been timed, here or in an earlier process?"""
+        """Return whether a kernel has been timed, in this process or an earlier one."""
         return self._recall(_kernel(kernel_key)) is not None
 
     def settle(self, schedule: Schedule) -> None:
-        """Time again, at other moments, what most of the step goes into and was timed just now. A single look may fall
-        into a moment when the machine has other things to do; the best of several seldom does."""
+        """Time the operators again that take most of the step and were timed just now. A single measurement may fall
+        into a moment when the machine is busy; the best of several, at different moments, seldom does."""
         graph, spent = schedule.graph, collections.defaultdict[str, float](float)
         runs = (action for action in (*schedule.forward, *schedule.backward) if isinstance(action, Run))
         costs = [(graph.ops[run.op], run.over, self(graph, graph.ops[run.op], run.over)) for run in runs]
@@ -145,8 +145,8 @@ class Seconds:
             return op_roofline(graph, op, self._rates)
         try:
             seconds = op_seconds(graph, op, over)
-        except Exception as error:  # made-up operands may be refused; the step itself will still run
-            log.info("the seconds of %s are a guess: it could not be run (%s)", op.target, error)
+        except Exception as error:  # of any kind: an operator may reject random operands, and still run in the step
+            log.info("the seconds of %s are an estimate: it cannot be run (%s)", op.target, error)
             seconds = op_roofline(graph, op, self._rates)
         else:
             self._fresh[key] = (graph, op, over)
@@ -164,7 +164,7 @@ class Seconds:
 
 
 def _operator(graph: Graph, op: Op, over: int | None) -> str:
-    return f"seconds {signature(graph, op)}{domain_key(op)}{'' if over is None else ' over'}"
+    return f"seconds {call_signature(graph, op)}{domain_key(op)}{'' if over is None else ' over'}"
 
 
 def _kernel(kernel_key: str) -> str:
@@ -172,7 +172,7 @@ def _kernel(kernel_key: str) -> str:
 
 
 def may_run(graph: Graph, op: Op) -> bool:
-    """Is it safe to try out? Draws are: the generators are put back."""
+    """Return whether an operator can safely be timed. Draws can: the states of generators are restored."""
     draws = op.kind is OpClass.RANDOM and op.target.namespace in ("aten", "encore")
     if not (draws or is_pure_aten(op)) or not can_run(graph, op):
         return False
@@ -183,8 +183,8 @@ def may_run(graph: Graph, op: Op) -> bool:
 
 
 def op_seconds(graph: Graph, op: Op, over: int | None = None, *, most_seconds: float = MOST_SECONDS) -> float:
-    """Time one operator on made-up operands. What it writes over is not made good between the few runs there are."""
+    """Time one operator on random operands. Those that it writes over are not restored between the few runs."""
     cuda = on_cuda(graph, op)
     with torch.no_grad(), generators_kept(cuda=cuda):
-        calls = [made_up_call(graph, op, over) for _ in range(sets_of_operands(footprint(graph, op)))]
+        calls = [random_call(graph, op, over) for _ in range(sets_of_operands(footprint(graph, op)))]
         return seconds_of(calls, cuda=cuda, most_seconds=most_seconds)

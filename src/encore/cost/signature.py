@@ -1,4 +1,4 @@
-"""An operator call by what its cost depends on, and whether it may be tried out on made-up operands."""
+"""Operator calls by what their cost depends on, and whether they may run on random operands."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from encore.graph import Graph, Op, OpClass
 from encore.graph.random_ops import DrawAgain
+from encore.graph.torch_private import OpOverload
 from encore.graph.values import Ref
 from encore.rnn import WORKSPACES
 
@@ -21,11 +22,11 @@ TAKES_EMPTY_OPERANDS = frozenset(
     }
 )
 """Operators that may be probed with empty operands: Encore's own, and those that PyTorch calls with one (the bag of
-every index, which a sum of bags does not compute)."""
+every index, which `mode="sum"` does not compute)."""
 
 
-def signature(graph: Graph, op: Op) -> str:
-    """Everything a measurement of the call depends on, as text: two calls with equal signatures are measured once."""
+def call_signature(graph: Graph, op: Op) -> str:
+    """Everything that a measurement of the call depends on, as text: calls with equal signatures are measured once."""
 
     def text(argument: Any) -> str:
         if isinstance(argument, Ref):
@@ -51,14 +52,15 @@ def _name(target: Any) -> str:
 
 
 def is_pure_aten(op: Op) -> bool:
-    """PyTorch's own, drawing nothing and writing to nothing: safe to run on made-up operands."""
-    if not isinstance(op.target, torch._ops.OpOverload):
+    """Return whether an operator is PyTorch's own, draws nothing and writes to nothing: it can run on random
+    operands."""
+    if not isinstance(op.target, OpOverload):
         return False
     return op.kind in (OpClass.CHEAP, OpClass.HEAVY) or (op.kind is OpClass.OPAQUE and op.target.namespace == "aten")
 
 
 def as_first_drawn(op: Op) -> Op:
-    """The draw that an operator repeats; the operator itself if it repeats none."""
+    """Return the draw that an operator repeats; the operator itself if it repeats none."""
     if not isinstance(op.target, DrawAgain):
         return op
     drawn = dataclasses.replace(op, target=op.target.target, args=op.args[1:], kind=OpClass.RANDOM)
@@ -66,18 +68,19 @@ def as_first_drawn(op: Op) -> Op:
 
 
 def draws_from_aten(op: Op) -> bool:
-    """Does it draw with an operator of PyTorch's own, from a default generator? That can be put back."""
+    """Return whether it draws with an operator of PyTorch's own from a default generator, whose state can be
+    restored."""
     if op.kind is not OpClass.RANDOM or getattr(op.target, "namespace", "") != "aten":
         return False
     return not any(isinstance(argument, torch.Generator) for argument in (*op.args, *op.kwargs.values()))
 
 
 def can_run(graph: Graph, op: Op) -> bool:
-    """Are there devices for its operands, and memory layouts that can be made up?"""
+    """Return whether operands for it can be allocated: their devices are here, and their layouts are known."""
     for value in op.reads:
         storage = graph.values[value].storage
         if 0 in graph.values[value].shape and op.target not in TAKES_EMPTY_OPERANDS:
-            return False  # kernels that take a size for granted have crashed on empty operands
+            return False  # some kernels crash on empty operands
         if storage is None or (not graph.values[value].stride and graph.values[value].shape):
             return False
         if not is_here(graph.storages[storage].device):
@@ -86,6 +89,6 @@ def can_run(graph: Graph, op: Op) -> bool:
 
 
 def is_here(device: str) -> bool:
-    """Can this process run something there?"""
+    """Return whether this process can run operators on a device."""
     kind = device.partition(":")[0]
     return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())

@@ -1,11 +1,11 @@
-"""Bytes an operator allocates and gives back while it runs, beyond its results.
+"""Workspaces: the bytes that an operator allocates and frees while it runs, beyond its results.
 
 oneDNN reorders the operands of a convolution into layouts of its own choice, autograd's formulas make copies, a matrix
-product may need a contiguous operand: nothing in a graph tells. So operators are asked: each distinct call is run once
-on made-up tensors, and what the allocator reports is kept on disk. Pointwise operators are not run: they need a boxed
-scalar, and a copy of operands of another type. Where running is out of the question (an estimate runs nothing, a user's
-profiler must not be disturbed) and nothing is on disk, a bound is taken: it covers oneDNN's reorders, and is a guess
-for operators that have no rule here.
+product may need a contiguous operand: a graph has none of this. So workspaces are measured: each distinct call runs
+once on random tensors, and what the allocator reports is cached. Pointwise operators are not run: their workspace is a
+boxed scalar, and a copy of operands of another type. If operators may not run (in an estimate, or under a user's
+profiler) and nothing is cached, a bound is used: it covers oneDNN's reorders, and is a guess for operators without a
+rule here.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from typing import Any
 import torch
 
 from encore.codecs import WORKSPACES as CODING
-from encore.cost.allocator import profiler_is_running
 from encore.cost.domains import domain_key
 from encore.cost.probe import footprint, on_cuda, probe_workspace
 from encore.cost.room import has_room
-from encore.cost.signature import as_first_drawn, can_run, draws_from_aten, is_pure_aten, signature
+from encore.cost.signature import as_first_drawn, call_signature, can_run, draws_from_aten, is_pure_aten
+from encore.cost.torch_private import profiler_is_running
 from encore.graph import Graph, Op, OpClass
-from encore.graph.on_shapes import on_shapes
+from encore.graph.on_shapes import call_on_shapes
 from encore.graph.ops import is_pointwise
 from encore.graph.random_ops import DrawAgain
+from encore.graph.torch_private import OpOverload
 from encore.graph.values import Ref
 from encore.kernels.draws import FEW, STATE_BYTES
 from encore.measurements import machine_cache
@@ -39,7 +40,7 @@ aten = torch.ops.aten
 log = logging.getLogger("encore")
 
 WORKSPACES = {**RECURRENT, **CODING}
-"""Operators of Encore's own that tell."""
+"""Encore's own operators, and functions from their arguments to their workspace."""
 
 BOXED_SCALARS = 16
 """A Python number among tensors becomes a tensor of 8 bytes, and 4 more where it is converted."""
@@ -47,7 +48,7 @@ BOXED_SCALARS = 16
 BOXED_COMPLEX = 24
 """The same for a complex number: 16 bytes, and 8 where it is converted."""
 MASKS = {aten.where.self: 0, aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor: 1}
-"""Operands, by position, that are read as they are whatever their type."""
+"""Operands, by position, that are not cast."""
 CASTS = frozenset({aten._to_copy.default, aten.copy.default})
 HALF = (torch.bfloat16, torch.float16)
 ONEDNN_CHANNELS = 16
@@ -56,7 +57,7 @@ REORDERS = frozenset({"convolution", "convolution_backward", "mkldnn_rnn_layer",
 
 
 class Workspaces:
-    """Answers for the operators of graphs. `run=False` never runs anything."""
+    """Returns the workspaces of operators of graphs. With `run=False` nothing is run."""
 
     def __init__(self, *, run: bool) -> None:
         self.run = run
@@ -64,12 +65,12 @@ class Workspaces:
         self._known: dict[str, int] = {}
         self._kernels: dict[str, int] = {}
         self._bounds: dict[str, str] = {}
-        """Why what is known of a call is a bound."""
+        """Why the known workspace of a call is a bound."""
         self._bounded: weakref.WeakKeyDictionary[Graph, dict[str, str]] = weakref.WeakKeyDictionary()
         self._answers: weakref.WeakKeyDictionary[Graph, dict[int, int]] = weakref.WeakKeyDictionary()
 
     def learn(self, kernel: str, workspace: int) -> None:
-        """A kernel has been compiled: this is what it allocates aside."""
+        """Record the workspace of a compiled kernel."""
         self._kernels[kernel] = workspace
 
     def __call__(self, graph: Graph, op: Op | Fused) -> int:
@@ -88,11 +89,11 @@ class Workspaces:
 
     def _answer(self, graph: Graph, op: Op) -> int:
         if op.target in WORKSPACES:
-            return _told(graph, op)
+            return _of_own(graph, op)
         if not is_pure_aten(op):
             if op.kind is OpClass.RANDOM or isinstance(op.target, DrawAgain):
                 return self._of_draw(graph, op)
-            if op.kind is OpClass.OPAQUE and isinstance(op.target, torch._ops.OpOverload):
+            if op.kind is OpClass.OPAQUE and isinstance(op.target, OpOverload):
                 self._bounded.setdefault(graph, {})[str(op.target)] = "none is counted: custom operators are not probed"
             return 0
         if is_pointwise(op.target):
@@ -100,7 +101,7 @@ class Workspaces:
         return self._measured(graph, op)
 
     def _of_draw(self, graph: Graph, op: Op) -> int:
-        """A draw; one that is repeated has the state that the generator goes back to as well."""
+        """The workspace of a draw; with the state that is restored after it, if it repeats another one."""
         first = as_first_drawn(op)
         state = 0 if first is op else graph.bytes_of(op.reads[0])
         if draws_from_aten(first):
@@ -108,7 +109,7 @@ class Workspaces:
         return state + _drawn(graph, first)
 
     def _measured(self, graph: Graph, op: Op) -> int:
-        key = f"workspace {signature(graph, op)}{domain_key(op)}"
+        key = f"workspace {call_signature(graph, op)}{domain_key(op)}"
         if key not in self._known:
             self._known[key] = self._ask(graph, op, key)
         if key in self._bounds:
@@ -132,8 +133,8 @@ class Workspaces:
         if not why:
             try:
                 workspace = probe_workspace(graph, op)
-            except Exception as error:  # an operator may still reject made-up operands; the step itself will run
-                why = f"it could not be run ({error})"
+            except Exception as error:  # of any kind: an operator may reject random operands, and still run in the step
+                why = f"it cannot be run ({error})"
         if why:
             log.info("the workspace of %s is a bound: %s", op.target, why)
             self._bounds[key] = why.splitlines()[0]
@@ -147,22 +148,22 @@ class Workspaces:
         if not can_run(graph, op):
             return "it has operands that are empty or on a device that is not here"
         if not has_room(footprint(graph, op), cuda=on_cuda(graph, op)):
-            return "its operands are too large to be made up"
+            return "there is too little free memory for its operands"
         return ""
 
 
 def _drawn(graph: Graph, op: Op) -> int:
-    """Where there are many, coins are flipped by a kernel of Encore's on a copy of the generator's state."""
+    """The workspace of a draw: large masks are drawn by a kernel of Encore's on a copy of the generator's state."""
     if op.target != torch.ops.encore.dropout_mask.default:
         return BOXED_SCALARS
     coins = sum(graph.bytes_of(value) for value in op.writes if value is not None)
     return STATE_BYTES if coins >= FEW else BOXED_SCALARS
 
 
-def _told(graph: Graph, op: Op) -> int:
-    """An operator of Encore's own tells its workspace from the shapes of its operands."""
-    told: int = on_shapes(graph, op, WORKSPACES[op.target])
-    return told
+def _of_own(graph: Graph, op: Op) -> int:
+    """The workspace of an operator of Encore's own, from the shapes of its operands."""
+    found: int = call_on_shapes(graph, op, WORKSPACES[op.target])
+    return found
 
 
 def _pointwise(graph: Graph, op: Op) -> int:
@@ -213,7 +214,7 @@ def _bound(graph: Graph, op: Op) -> int:
     if rule is not None:
         return rule(graph, op)
     operands = [graph.values[value] for value in op.reads]
-    if op.kind is OpClass.HEAVY:  # copied where they are expanded; half precision is reordered as in a convolution
+    if op.kind is OpClass.HEAVY:  # copied if they are expanded; half precision is reordered as in a convolution
         operands = [value for value in operands if 0 in value.stride or value.dtype in HALF]
     elif op.kind is OpClass.CHEAP:
         operands = []
@@ -221,8 +222,8 @@ def _bound(graph: Graph, op: Op) -> int:
 
 
 def _reordered(graph: Graph, op: Op) -> int:
-    """Every operand and result once more in oneDNN's layouts, which pad channels to the width of a vector: dimension 1
-    of feature maps, dimensions 0 and 1 of weights."""
+    """A copy of every operand and result in oneDNN's layouts, which pad channels to the width of a vector: dimension 1
+    of activations, dimensions 0 and 1 of weights."""
     weights = {graph.values[argument.value].shape for argument in op.args[1:3] if isinstance(argument, Ref)}
     total = 0
     for value_id in (*op.reads, *op.writes):
@@ -253,4 +254,4 @@ RULES: dict[Any, Callable[[Graph, Op], int]] = {
     aten._safe_softmax.default: lambda graph, op: 2 * _first_result(graph, op),
     aten.binary_cross_entropy_with_logits.default: lambda graph, op: 2 * graph.values[op.reads[0]].bytes,
 }
-"""What is known without running, for operators that are not pointwise."""
+"""Bounds for operators that are not pointwise."""

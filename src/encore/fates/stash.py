@@ -20,7 +20,7 @@ from encore.errors import PlanError
 from encore.fates.fate import Decision, Fate, Given, OpSeconds, Terms
 from encore.graph import Graph, Op
 from encore.graph.editor import Editor
-from encore.graph.on_shapes import on_shapes
+from encore.graph.on_shapes import call_on_shapes
 from encore.rnn.tuning import lean_steps
 
 BACKWARD_OF: dict[Any, Any] = {
@@ -183,4 +183,4 @@ def _keeping(op: Op, every: int) -> tuple[Any, ...]:
 
 def _shapes(graph: Graph, op: Op) -> list[tuple[int, ...]]:
     """Of all results of an operator, as its operands are."""
-    return [tuple(result.shape) for result in on_shapes(graph, op, op.target)]
+    return [tuple(result.shape) for result in call_on_shapes(graph, op, op.target)]

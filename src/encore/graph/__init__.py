@@ -1,6 +1,6 @@
-"""Facts over a captured training step: values, storages, aliases, bytes, readers, op classes.
+"""Facts about a captured training step: values, storages, aliases, bytes, readers, classes of operators.
 
-Everything here is read-only once built. Nothing in this room decides, orders or runs anything.
+Everything here is read-only once built. Nothing in this folder decides, orders or runs anything.
 """
 
 from encore.graph.build import Primal, UnsupportedGraphError, build_graph

@@ -1,9 +1,9 @@
-"""A joint `torch.fx` graph -> `Graph`, with what costs memory for nothing taken out on the way.
+"""A joint `torch.fx` graph -> `Graph`, without operators that compute nothing.
 
-Autograd leaves behind `detach`, views of a view that undo each other, and one `t()` of the same weight for every time
-step. None of them computes anything, yet each is a call at run time and a name that keeps a storage alive. They are
-resolved here: operands are read through identities, equal views are shared, transposes cancel. Outputs of the step
-keep their own operator, since AOTAutograd has already decided how they alias.
+Autograd's trace has `detach`, pairs of views that cancel, and one `t()` of the same weight for every time step. None of
+them computes anything, yet each is a call at run time and a name that keeps a storage alive. They are removed here:
+operands are read through identities, equal views are shared, transposes cancel. Outputs of the step keep their own
+operator, since AOTAutograd has already decided how they alias.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from encore.graph.on_shapes import windows
 from encore.graph.ops import SIDE_EFFECTS, OpClass, classify, without_unread
 from encore.graph.sizes import true_bytes
+from encore.graph.torch_private import pytree
 from encore.graph.values import Graph, Op, Ref, Role, Storage, Value, block_bytes, refs, span_bytes
 
 aten = torch.ops.aten
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 OWN_MODULES = str(Path(__file__).parents[1] / "rnn")
-"""Where `encore.nn`'s modules are: their lines say nothing to a user."""
+"""The folder of `encore.nn`'s modules, whose lines are not the user's."""
 MODULE_ROOT = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?(?:__self__\.?)?")
 MODULE_ENTRY = re.compile(r"_modules\[['\"]([^'\"]+)['\"]\]")
 EMPTY_CONSTRUCTORS = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided)
 
 
 class UnsupportedGraphError(Exception):
-    """The graph holds something `Graph` cannot say; the caller runs it as plain PyTorch and reports why."""
+    """The graph has something that `Graph` cannot express; the compiler runs it as plain PyTorch and reports why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,16 @@ class Primal:
 
     role: Role
     leaf: bool
-    """Does its gradient end in a `.grad`?"""
+    """Whether its gradient is accumulated in a `.grad`."""
     identity: int | None
-    """Which tensor of the user's it is, as long as the model lives."""
+    """A number for the user's tensor, valid as long as the model lives."""
     mutated: bool = False
-    """Does the step replace its contents?"""
+    """Whether the step replaces its contents."""
 
 
 def build_graph(joint: fx.GraphModule, *, primals: Sequence[Primal], returned: Sequence[bool]) -> Graph:
-    """Read AOTAutograd's joint graph. `returned` says for each forward output whether the caller holds it after."""
+    """Build the graph of an AOTAutograd joint graph. `returned` says for each forward output whether the caller gets
+    it."""
     graph = _Builder(joint, len(returned)).build(returned, [primal.role for primal in primals])
     graph.identities = [primal.identity for primal in primals]
     graph.leaves = {value for value, primal in zip(graph.primals, primals, strict=True) if primal.leaf}
@@ -71,7 +72,7 @@ class _Builder:
         self.operand: dict[fx.Node, Any] = {}
         """How later operators read a node: a Ref, a literal, or (for several results) a tuple of those."""
         self.result: dict[fx.Node, int] = {}
-        """The node's own value, where it has one: what graph outputs point to."""
+        """The node's own value, if it has one, for outputs of the graph."""
         self.shared_values: dict[Any, int] = {}
         self.storage_by_pointer: dict[int, int] = {}
         self.lazily_negated: set[int] = set()
@@ -93,13 +94,13 @@ class _Builder:
                 elif "primals" in node.name:
                     primals.append(self._source(node, roles[len(primals)]))
                 else:
-                    raise UnsupportedGraphError(f"the graph takes an input of an unknown kind, {node.name!r}")
+                    raise UnsupportedGraphError(f"the graph has an input of an unknown kind, {node.name!r}")
             elif node.op == "get_attr":
                 self._constant(node)
             elif node.op == "call_function":
                 self._call(node)
             elif node.op != "output":
-                raise UnsupportedGraphError(f"the graph holds a {node.op} node, {node.name!r}")
+                raise UnsupportedGraphError(f"the graph has a {node.op} node, {node.name!r}")
         outputs = [self._exported(node) for node in self.output_nodes]
         graph = Graph(
             values=self.values,
@@ -116,7 +117,9 @@ class _Builder:
                 for position, node in enumerate(self.output_nodes)
                 if isinstance(node, fx.Node) and _literal(self.operand[node]) is not None
             },
-            returned=[value for value, held in zip(outputs, returned, strict=True) if held and value is not None],
+            returned=[
+                value for value, is_returned in zip(outputs, returned, strict=True) if is_returned and value is not None
+            ],
         )
         _mark_forward(graph)
         _drop_dead(graph)
@@ -136,10 +139,10 @@ class _Builder:
         return value.id
 
     def _constant(self, node: fx.Node) -> None:
-        held = functools.reduce(getattr, str(node.target).split("."), self.joint)
-        value = self._new_value(node.name, held if isinstance(held, torch.Tensor) else None, producer=None)
+        constant = functools.reduce(getattr, str(node.target).split("."), self.joint)
+        value = self._new_value(node.name, constant if isinstance(constant, torch.Tensor) else None, producer=None)
         value.role = Role.CONSTANT
-        self.constants[value.id] = held
+        self.constants[value.id] = constant
         self.result[node] = value.id
         self.operand[node] = Ref(value.id)
 
@@ -184,7 +187,7 @@ class _Builder:
             self.operand[node] = None
 
     def _same_view(self, node: fx.Node, args: Any, kwargs: Any, val: torch.Tensor) -> int | None:
-        """A value that already is what this view would be, or None (and then the view itself may serve later ones)."""
+        """Return a value that equals this view, or None; then later views may be replaced by this one."""
         if not (args and isinstance(args[0], Ref)):
             return None
         base = self.values[args[0].value]
@@ -201,7 +204,8 @@ class _Builder:
         return self._shared(node, args, kwargs)
 
     def _is_empty(self, node: Any) -> bool:
-        """Was this made only to be filled? Then what reads it stands for an in-place operator."""
+        """Return whether a node creates memory only to be filled; its reader then is the functional form of an in-place
+        operator."""
         return isinstance(node, fx.Node) and getattr(node.target, "overloadpacket", None) in EMPTY_CONSTRUCTORS
 
     def _casts_a_parameter(self, node: fx.Node, args: Any) -> bool:
@@ -211,7 +215,7 @@ class _Builder:
         return self.values[args[0].value].role is Role.PARAMETER
 
     def _shared(self, node: fx.Node, args: Any, kwargs: Any) -> int | None:
-        """An equal value made before; else None, and the one to be made now may serve later nodes."""
+        """Return an equal value of an earlier node, or None; then later nodes may be replaced by this one."""
         key = (node.target, _hashable(args), _hashable(kwargs))
         if key in self.shared_values:
             return self.shared_values[key]
@@ -220,7 +224,7 @@ class _Builder:
         return None
 
     def _describes(self, value: Value, val: torch.Tensor) -> bool:
-        """Is this fake tensor the same window on the same storage as the value?"""
+        """Return whether a fake tensor and a value are the same view of the same storage."""
         if val.is_conj() or val.is_neg() or value.id in self.lazily_negated:
             return False  # the same bytes, read differently
         return (
@@ -270,14 +274,14 @@ class _Builder:
             writes.append(value.id)
         op.writes = tuple(writes)
         if kind is OpClass.VIEW:
-            self._file_views(op)
+            self._move_views(op)
         for value_id in op.reads:
             self.values[value_id].readers.append(op.id)
         return op
 
-    def _file_views(self, op: Op) -> None:
-        """A view is in the storage of what it reads now, which may be another tensor than it read when it was traced:
-        a sum whose other term is zero has been replaced by its one term."""
+    def _move_views(self, op: Op) -> None:
+        """Put a view into the storage of its operand, which may be another tensor than when it was traced: a sum whose
+        other term is zero has been replaced by its one term."""
         bases = [base for read in op.reads if (base := self.values[read]).storage is not None]
         made = [self.values[value] for value in op.writes if value is not None]
         if len(bases) != 1 or all(value.storage in (None, bases[0].storage) for value in made):
@@ -313,7 +317,7 @@ class _Builder:
         return value
 
     def _separate_from_siblings(self, value: Value, siblings: Sequence[int | None]) -> None:
-        """Fake kernels may return one tensor twice where the real one makes two (oneDNN's bias gradients)."""
+        """Fake kernels may return one tensor twice where the real kernel returns two (oneDNN's bias gradients)."""
         storage = value.storage
         if storage is None or not any(self.values[other].storage == storage for other in siblings if other is not None):
             return
@@ -341,22 +345,22 @@ class _Builder:
 
 
 def _mark_forward(graph: Graph) -> None:
-    """Forward is what the outputs need, and whatever eager would have run there too: an effect of its own, or a value
-    that a custom function computes for its backward. Views alone are left to those who read them."""
-    waits = set(graph.tangents)
+    """Mark the operators of forward: those that the outputs need, and others that eager runs there, with an effect or
+    for the backward of a custom function. Views alone go where their readers are."""
+    depends = set(graph.tangents)
     for op in graph.ops:
-        if waits.intersection(op.reads):
-            waits.update(value for value in op.writes if value is not None)
+        if depends.intersection(op.reads):
+            depends.update(value for value in op.writes if value is not None)
     needed = {value for value in graph.outputs if value is not None}
     for op in reversed(graph.ops):
-        in_forward = op.traced_in_forward and op.kind is not OpClass.VIEW and not waits.intersection(op.reads)
+        in_forward = op.traced_in_forward and op.kind is not OpClass.VIEW and not depends.intersection(op.reads)
         if in_forward or any(value in needed for value in op.writes):
             op.forward = True
             needed.update(op.reads)
 
 
 def _drop_dead(graph: Graph) -> None:
-    """Forget operators nobody reads and nothing outside would miss."""
+    """Remove operators without effects whose results are not read."""
     exported = {value for value in (*graph.outputs, *graph.gradients) if value is not None}
     alive: set[int] = set()
     needed = set(exported)
@@ -383,7 +387,7 @@ def _drop_dead(graph: Graph) -> None:
 
 
 def _literal(val: Any) -> Any:
-    """Sizes are constants here: every shape has its own graph."""
+    """Return a number as a constant: every shape has its own graph."""
     if isinstance(val, torch.SymInt):
         return int(val)
     if isinstance(val, torch.SymFloat):
@@ -443,7 +447,7 @@ def _source_line(stack_trace: str | None) -> str:
 
 
 def _module_path(node: fx.Node) -> str:
-    """The module whose call made this node, as in `named_modules()`; the forward one for gradients."""
+    """The path of the module whose call created this node, as in `named_modules()`; that of forward for gradients."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""

@@ -1,8 +1,8 @@
-"""What a backward operator really needs of each tensor it is given: a table, after Gist (Jain et al., ISCA 2018).
+"""What a backward operator needs of each of its operands: a table, after Gist (Jain et al., ISCA 2018).
 
-Autograd hands a formula whole tensors. Many formulas look at less: ReLU's asks on which side of zero an element lies,
-a pooling layer's asks for the size of its input and for positions. What nobody needs whole need not be kept whole.
-Operators that are not in the table are taken to need every bit of every operand.
+Autograd saves whole tensors for a formula. Many formulas need less: ReLU's needs the sign of an element, a pooling
+layer's needs the size of its input and positions. What no operator needs as a whole need not be saved as a whole.
+Operators that are not in the table are assumed to need every bit of every operand.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ aten = torch.ops.aten
 
 
 class Need(enum.IntEnum):
-    """From the least to the most; of several needs of one tensor, the last decides."""
+    """From the least to the most; of several needs of one tensor, the largest decides."""
 
     SIZE = 0
-    """Its shape and strides alone."""
+    """Its shape and strides."""
     SIGN = 1
     """On which side of one or two constants (or of another tensor) each element lies: a bit an element."""
     POSITION = 2
@@ -47,11 +47,11 @@ def _comparisons() -> dict[Any, Mapping[int, Need]]:
 
 
 COMPARISONS: Mapping[Any, Mapping[int, Need]] = _comparisons()
-"""Operators that answer with booleans where their result is boolean."""
+"""Operators that need signs alone if their result is boolean."""
 
 NEEDS: Mapping[Any, Mapping[int, Need]] = {
     **COMPARISONS,
-    # on which side
+    # signs
     aten.threshold_backward.default: {1: Need.SIGN},
     aten.leaky_relu_backward.default: {1: Need.SIGN},
     aten.hardtanh_backward.default: {1: Need.SIGN},
@@ -60,7 +60,7 @@ NEEDS: Mapping[Any, Mapping[int, Need]] = {
     aten.masked_fill.Scalar: {1: Need.SIGN},
     aten.masked_fill.Tensor: {1: Need.SIGN},
     aten.native_dropout_backward.default: {1: Need.SIGN},
-    # how large
+    # sizes
     aten.max_pool2d_with_indices_backward.default: {1: Need.SIZE, 7: Need.POSITION},
     aten.max_pool3d_with_indices_backward.default: {1: Need.SIZE, 7: Need.POSITION},
     aten.adaptive_max_pool2d_backward.default: {1: Need.SIZE, 2: Need.POSITION},
@@ -69,7 +69,7 @@ NEEDS: Mapping[Any, Mapping[int, Need]] = {
     aten.avg_pool3d_backward.default: {1: Need.SIZE},
     torch.ops.encore.dropout_noise.default: {0: Need.SIZE},
     torch.ops.encore.dropout_mask.default: {0: Need.SIZE},
-    # which one
+    # positions
     torch.ops.encore.max_pool2d_backward.default: {8: Need.POSITION},
     torch.ops.encore.max_pool3d_backward.default: {8: Need.POSITION},
     torch.ops.encore.adaptive_max_pool2d_backward.default: {3: Need.POSITION},
@@ -84,11 +84,11 @@ NEEDS: Mapping[Any, Mapping[int, Need]] = {
     aten.index_select.default: {2: Need.POSITION},
     aten.index_add.default: {2: Need.POSITION},
 }
-"""Operator -> position among its arguments -> what it needs of the tensor there."""
+"""Operator -> position of an argument -> what it needs of the tensor there."""
 
 
 def need_of(op: Op, value: int) -> Need:
-    """What an operator needs of a value that it reads: the most that any mention of it asks for."""
+    """Return what an operator needs of a value that it reads, the most over all its arguments."""
     needs = NEEDS.get(op.target, {})
     found = [
         needs.get(position, Need.VALUES)
@@ -100,13 +100,13 @@ def need_of(op: Op, value: int) -> Need:
 
 
 def _mentions(op: Op) -> list[tuple[int, ...]]:
-    """The values that each argument mentions."""
+    """The values in each argument."""
     return [tuple(refs(argument)) for argument in (*op.args, *op.kwargs.values())]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Backward reads a value of a storage, by itself or through a view."""
+    """A read of a storage in backward, of its owner or through a view."""
 
     op: Op
     value: int
@@ -114,7 +114,7 @@ class Reading:
 
 
 class BackwardNeeds:
-    """Who in backward reads which storage that forward made, and what for."""
+    """The reads in backward of each storage that forward allocates, and what they need."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -130,22 +130,22 @@ class BackwardNeeds:
         leaving = {graph.values[value].storage for value in (*graph.outputs, *graph.gradients) if value is not None}
         writers = (op for op in graph.ops if op.kind is OpClass.MUTATING)
         self.changing = {storage for op in writers for storage in _storages(graph, op.reads)}
-        """Storages that hold one thing now and another later."""
+        """Storages whose contents change."""
         self.held = graph.external | self.changing | {storage for storage in leaving if storage is not None}
-        """Storages that are somebody else's, whatever backward needs: the caller's, or that of whoever writes there."""
+        """Storages that stay alive whatever backward needs: those of the caller, and those that operators write to."""
 
     def most(self, storage: int) -> Need | None:
-        """The most that backward needs of a storage; None where it does not read it."""
+        """Return the most that backward needs of a storage; None if it does not read it."""
         return max((reading.need for reading in self.of.get(storage, ())), default=None)
 
     def is_kept_whole(self, storage: int) -> bool:
-        """Will its numbers be there in backward, because somebody needs them or somebody outside holds them?"""
+        """Return whether its numbers are there in backward, because an operator needs them or the caller keeps them."""
         most = self.most(storage)
         return storage in self.held or (most is not None and most > Need.SIGN)
 
     def may_be_read(self, storage: int) -> bool:
-        """May backward read it whole though it does not yet? Not what the caller holds: a caller may write over an
-        output, and autograd only objects where backward reads it in eager, too."""
+        """Return whether a rewrite may let backward read it as a whole. Not what the caller keeps: it may write over an
+        output, and autograd raises an error only if backward reads that output in eager, too."""
         most = self.most(storage)
         needed = most is not None and most > Need.SIGN
         return storage not in self.changing and (needed or storage not in self.held)

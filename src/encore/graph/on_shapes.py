@@ -1,4 +1,4 @@
-"""Ask a function about an operator's call, on operands that have shapes and strides and no memory."""
+"""Calls on operands that have shapes and strides, and no memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensorMode
 
+from encore.graph.torch_private import FakeTensorMode
 from encore.graph.values import Graph, Op, Value, map_refs
 
 
-def on_shapes(graph: Graph, op: Op, function: Callable[..., Any]) -> Any:
-    """What the function says to the operator's arguments."""
+def call_on_shapes(graph: Graph, op: Op, function: Callable[..., Any]) -> Any:
+    """Call a function with the arguments of an operator, as fake tensors."""
 
     def operand(index: int) -> torch.Tensor:
         value = graph.values[index]
@@ -25,7 +25,7 @@ def on_shapes(graph: Graph, op: Op, function: Callable[..., Any]) -> Any:
 
 
 def windows(op: Op, base: Value, storage_bytes: int) -> list[torch.Tensor]:
-    """What a view operator makes of a tensor like `base`: tensors that have shapes, strides and offsets, no memory."""
+    """The results of a view operator for a tensor like `base`: meta tensors with shapes, strides and offsets."""
     assert base.dtype is not None
     storage = torch.empty(storage_bytes // base.dtype.itemsize, dtype=base.dtype, device="meta")
     seen = storage.as_strided(base.shape, base.stride, base.offset)

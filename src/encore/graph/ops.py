@@ -1,4 +1,4 @@
-"""What kind of operator is it: tables first, operator tags where the tables are silent.
+"""The class of every operator, by tables, and by operator tags for those that the tables do not have.
 
 A class says what a planner may do with an operator: a VIEW costs nothing, a CHEAP one can be run again, a HEAVY one
 should not be, RANDOM and MUTATING ones only with their state restored, COLLECTIVE and OPAQUE ones never.
@@ -17,6 +17,7 @@ import torch
 import encore.graph.random_ops  # noqa: F401 - registers encore::*
 from encore.codecs import WORKSPACES as CODEC_OPERATORS
 from encore.graph.sized_ops import SIZED
+from encore.graph.torch_private import OpOverload
 from encore.rnn.scores import additive_scores_backward_
 
 aten = torch.ops.aten
@@ -36,11 +37,11 @@ class OpClass(enum.Enum):
     COLLECTIVE = "collective"
     """Talks to other processes."""
     OPAQUE = "opaque"
-    """Nothing is known about it: custom operators, higher-order operators."""
+    """Unknown: custom operators, higher-order operators."""
 
 
 SIDE_EFFECTS = frozenset({OpClass.RANDOM, OpClass.MUTATING, OpClass.COLLECTIVE, OpClass.OPAQUE})
-"""Operators that somebody may miss though nobody reads their results, and whose order is part of the program."""
+"""Operators that run even if their results are not read, and in the order of the program."""
 
 HEAVY_PACKETS = frozenset({
     "mm", "bmm", "addmm", "addbmm", "baddbmm", "addmv", "mv", "dot", "matmul", "linear", "linear_backward", "einsum",
@@ -108,14 +109,14 @@ VIEW_PACKETS = frozenset({
 DRAWS_NOTHING = frozenset({
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
 })  # fmt: skip
-"""Tagged as random for the sake of a dropout that their kernel refuses."""
+"""Tagged as random for a dropout that their kernel does not support."""
 
 DRAWS_BY_SHAPE = frozenset({
     "dropout_mask", "dropout_noise", "bernoulli_noise", "native_dropout", "rand", "rand_like", "randn", "randn_like",
     "randint", "randint_like", "randperm",
 })  # fmt: skip
-"""Draws whose numbers depend on nothing but the generator and a shape. Others (a Poisson draw around a tensor) would
-come out differently if an operand did in its last bit, so they are not repeated."""
+"""Draws whose numbers depend on the generator and a shape alone. Others (a Poisson draw with rates from a tensor) would
+differ if an operand differed in its last bit, so they are not recomputed."""
 
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem"})
 
@@ -128,10 +129,10 @@ def is_codec(target: Any) -> bool:
 
 @cache
 def classify(target: Any) -> OpClass:
-    """The class of an operator as it stands in a captured graph."""
+    """Return the class of an operator of a captured graph."""
     if target is operator.getitem:
         return OpClass.VIEW
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return OpClass.OPAQUE
     if target.namespace in COLLECTIVE_NAMESPACES:
         return OpClass.COLLECTIVE
@@ -161,7 +162,7 @@ NOT_FUSED = frozenset({
     # sums of several writers into one place: kernels would add with atomics, in no fixed order
     "embedding_dense_backward", "index_put", "index_add", "scatter", "scatter_add", "scatter_reduce",
     "index_select_backward", "unfold_backward", "col2im", "as_strided_scatter",
-    # eager's scalar keeps the memory of all its terms: counted so, it cannot come out of a kernel
+    # eager's scalar keeps the memory of all its terms and is counted so; a kernel's would not
     "mse_loss", "smooth_l1_loss",
     # nothing to fuse with: sorts, scans, whole-tensor losses
     "sort", "topk", "cumsum", "cumprod", "_ctc_loss", "_ctc_loss_backward", "masked_select", "searchsorted",
@@ -180,7 +181,7 @@ NOT_FUSED = frozenset({
 
 @cache
 def is_fusible(target: Any) -> bool:
-    """May this operator become part of a kernel?"""
+    """Return whether an operator may become part of a kernel."""
     if classify(target) is not OpClass.CHEAP:
         return False
     return target.namespace != "encore" and target.overloadpacket.__name__ not in NOT_FUSED
@@ -188,11 +189,11 @@ def is_fusible(target: Any) -> bool:
 
 @cache
 def is_pointwise(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def without_unread(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments less what the kernel will not look at: a mention alone would keep a tensor alive."""
+    """Return the arguments without tensors that the kernel does not read, which they would keep alive."""
     if target is aten.native_batch_norm_backward.default and args[BATCH_NORM_TRAIN]:
         return (*args[:3], None, None, *args[5:])  # running statistics: training uses those of the batch
     return args
@@ -236,7 +237,7 @@ OUT_VARIANT: dict[Any, Any] = _out_variants()
 """Operator -> overload with an out= argument; safe with out= being one of its operands (same shape, strides, dtype)."""
 
 OUT_ARGUMENT: dict[Any, str] = {target: target._schema.arguments[-1].name for target in OUT_VARIANT.values()}
-"""The name of that argument: `out` mostly, `grad_input` for backward formulas."""
+"""The name of that argument: usually `out`, `grad_input` for backward formulas."""
 
 
 def _slice_scatter_(base: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
@@ -264,7 +265,7 @@ WRITES_FIRST: dict[Any, Callable[..., Any]] = {
     aten.bernoulli.p: _bernoulli_,
     aten.masked_fill.Scalar: _masked_fill_,
     aten.masked_fill.Tensor: _masked_fill_,
-    aten.relu.default: aten.relu_.default,  # relu.out and the Scalar_out overloads compute aside and copy
+    aten.relu.default: aten.relu_.default,  # relu.out and the Scalar_out overloads compute into a temporary and copy
     aten.add.Scalar: aten.add_.Scalar,
     aten.sub.Scalar: aten.sub_.Scalar,
     aten.mul.Scalar: aten.mul_.Scalar,
@@ -280,5 +281,5 @@ WRITES_FIRST: dict[Any, Callable[..., Any]] = {
     aten.fill.Tensor: aten.fill_.Tensor,
     torch.ops.encore.additive_scores_backward.default: additive_scores_backward_,
 }
-"""Functional forms of in-place operators -> what writes into the first operand when that operand dies there.
-Of several results, the first one is what lies there then."""
+"""Functional forms of in-place operators -> the operator that writes into the first operand, used when that is its last
+read. Of several results, the first one is in that memory."""

@@ -1,4 +1,4 @@
-"""Eager's in-place draws as operators of their own.
+"""Eager's in-place draws as operators.
 
 On CPU, eager dropout draws into an empty tensor shaped *and strided* like its input. A functional graph would draw into
 a contiguous one instead: for a transposed input that is another mask. `encore::dropout_noise` is the draw as one
@@ -21,7 +21,7 @@ _library.define("dropout_noise(Tensor like, float p) -> Tensor", tags=(torch.Tag
 
 
 def dropout_noise(like: torch.Tensor, p: float) -> torch.Tensor:
-    """0 with probability `p`, else 1 / (1 - p): what CPU dropout multiplies by."""
+    """0 with probability `p`, else 1 / (1 - p): the factors of CPU dropout."""
     return torch.empty_like(like).bernoulli_(1 - p).div_(1 - p)
 
 
@@ -81,7 +81,7 @@ def traced_dropout_(source: torch.Tensor, p: float, train: bool) -> torch.Tensor
 
 @dataclass(frozen=True)
 class DrawState:
-    """As an operator: the state of a generator (the device's own, where none is named), to draw the same again."""
+    """An operator that returns the state of a generator (by default, of the device's own), to repeat a draw."""
 
     device: str
     generator: Any = None
@@ -89,8 +89,7 @@ class DrawState:
 
 @dataclass(frozen=True)
 class DrawAgain:
-    """As an operator: a random operator run once more from a state, its first operand. The generator is left as it
-    was found."""
+    """An operator that repeats a random operator from a state, its first operand. The generator's state is restored."""
 
     target: Any
     device: str

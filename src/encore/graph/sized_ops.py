@@ -1,8 +1,7 @@
-"""Backward formulas of pooling layers that are told the size of their input instead of being given it.
+"""Backward formulas of pooling layers that take the size of the layer's input instead of the input.
 
-PyTorch's own take the input of the layer for the sake of its shape and layout, which keeps the largest feature map of
-its neighbourhood alive. Each of these is the same kernel: it is given, where it looks for the input, the very tensor
-that it is about to fill.
+PyTorch's formulas take the input for its shape and layout alone, which keeps the largest activation of the layer alive.
+Each of these runs the same kernel and passes, in place of the input, the gradient that the kernel fills.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ aten = torch.ops.aten
 _library = torch.library.Library("encore", "FRAGMENT")
 
 SIZED: dict[Any, Any] = {}
-"""PyTorch's formula, whose second argument is the layer's input -> ours, which takes its size and strides there."""
+"""PyTorch's formula, whose second argument is the layer's input -> ours, with its size and strides in that place."""
 SIZE, STRIDE = 1, 2
-"""Where ours take them."""
+"""The positions of these arguments."""
 
 
 def _define(original: Any, filling: Any, name: str) -> None:

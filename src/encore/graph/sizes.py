@@ -1,8 +1,8 @@
-"""Results whose fake kernels do not tell the truth about their size.
+"""The sizes of results whose fake kernels return wrong ones.
 
-oneDNN's recurrent layer returns a workspace that holds what its backward needs: gates, states and room for their
+oneDNN's recurrent layer returns a workspace for its backward: gates, states and room for their
 gradients, each rounded up to a page. PyTorch's fake kernel returns an empty tensor for it. The layout below was
-derived from the sizes that oneDNN v3.12 asks for, and is checked against the real operator in the tests.
+derived from the sizes of oneDNN v3.12, and tests compare it with the real operator.
 
 Reduced losses are computed element by element into their result, which then shrinks to a scalar and keeps the memory.
 The bag of every index that `_embedding_bag` returns is computed with one element more and shrinks as well, and so do
@@ -51,7 +51,7 @@ def true_bytes(target: Any, args: Sequence[Any], values: Sequence[Value], result
 def _onednn_lstm(args: Sequence[Any], values: Sequence[Value]) -> dict[int, int]:
     source, mode, hidden = args[0], args[9], args[10]
     assert isinstance(source, Ref)
-    steps, batch, features = values[source.value].shape  # time comes first by now, whatever batch_first says
+    steps, batch, features = values[source.value].shape  # time comes first here, also with batch_first
     dtype = values[source.value].dtype
     if mode != LSTM_MODE or dtype is None:
         return {}

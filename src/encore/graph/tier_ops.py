@@ -1,8 +1,8 @@
-"""Operators that move a value to a tier and bring it back.
+"""Operators that offload a value to a tier and reload it.
 
-A store makes a token, the one name by which its parcel can be asked for; a load makes the value again from the token.
-Neither is PyTorch's: whoever runs a step knows the tiers (`lower/transport.py`). Called as plain operators they wait
-until the bytes have moved; a schedule may begin them early and wait late (`schedule/transfers.py`).
+A store returns a token, by which a load finds the stored bytes. Neither is an operator of PyTorch's: lowering binds
+them to tiers (`lower/transport.py`). Called as plain operators they wait until the bytes have moved; a schedule may
+begin them early and wait late (`schedule/transfers.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOKEN_BYTES = TOKEN_DTYPE.itemsize
 
 @dataclass(frozen=True, slots=True)
 class StoreTo:
-    """Put a tensor into a tier: `token = store(x)`."""
+    """Offload a tensor to a tier: `token = store(x)`."""
 
     tier: str
 
@@ -28,7 +28,7 @@ class StoreTo:
 
 @dataclass(frozen=True, slots=True)
 class LoadFrom:
-    """Bring a tensor back: `x = load(token, size, stride, dtype)`."""
+    """Reload a tensor: `x = load(token, size, stride, dtype)`."""
 
     tier: str
 
@@ -37,5 +37,5 @@ class LoadFrom:
 
 
 def is_transfer(target: Any) -> bool:
-    """Does it move bytes rather than compute?"""
+    """Return whether an operator moves bytes to or from a tier."""
     return isinstance(target, StoreTo | LoadFrom)

@@ -15,7 +15,7 @@ CUDA_BLOCK = 512
 
 
 class Role(enum.Enum):
-    """Who brings a graph input into being."""
+    """What an input of the graph is."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -26,14 +26,14 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for a value inside the arguments of an operator."""
+    """A value in the arguments of an operator."""
 
     value: int
 
 
 @dataclass(slots=True)
 class Storage:
-    """Memory that one or more values look at. It is alive while one of them is."""
+    """Memory of one or more values. It is alive while one of them is."""
 
     id: int
     bytes: int
@@ -97,11 +97,11 @@ class Op:
     module: str
     source: str
     traced_in_forward: bool = True
-    """Did eager's forward run it?"""
+    """Whether eager's forward runs it."""
     forward: bool = False
-    """Does our forward run it? Everything else runs in backward."""
+    """Whether the planned forward runs it; otherwise backward does."""
     again: bool = False
-    """Is it a copy of a forward operator, by which backward makes a value that was let go?"""
+    """Whether it is a copy of a forward operator, which recomputes a value in backward."""
 
     def copy(self, number: int) -> Op:
         """The same operator at a position of another graph."""
@@ -137,7 +137,7 @@ class Graph:
     gradients: list[int | None]
     """One for every primal but tokens; None where it needs none."""
     constants: dict[int, Any] = field(default_factory=dict)
-    """Tensors and modules baked into the graph, by value."""
+    """Tensors and modules that are constants of the graph, by value."""
     literals: dict[int, Any] = field(default_factory=dict)
     """Numbers among the outputs, by position: sizes that were symbols while tracing."""
     identities: list[int | None] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Graph:
     mutated: set[int] = field(default_factory=set)
     """Primals whose contents the step replaces: what backward reads of them is not what forward read."""
     returned: list[int] = field(default_factory=list)
-    """Outputs the caller holds after forward; the others are new contents of mutated inputs, copied and dropped."""
+    """Outputs that the caller gets; the others are new contents of mutated inputs, which are copied and freed."""
 
     @property
     def external(self) -> set[int]:
@@ -173,7 +173,7 @@ class Graph:
 
 
 def block_bytes(size: int, device: str) -> int:
-    """What the allocator of a device hands out for `size` bytes: exactly that on CPU, multiples of 512 on CUDA."""
+    """The bytes that the allocator of a device returns for `size` bytes: as many on CPU, multiples of 512 on CUDA."""
     return -(-size // CUDA_BLOCK) * CUDA_BLOCK if device.startswith("cuda") else size
 
 
@@ -187,14 +187,14 @@ def span_bytes(value: Value) -> int:
 
 
 def span_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last one of a window."""
+    """Elements of memory from the first to the last one of a strided view."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def is_contiguous(value: Value) -> bool:
-    """Do its elements lie one after the other, the last dimension fastest? A sparse tensor's do not."""
+    """Return whether its elements are contiguous in memory, the last dimension fastest. A sparse tensor's are not."""
     if len(value.stride) != len(value.shape):
         return False
     step = 1
@@ -214,7 +214,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def refs(argument: Any) -> Iterator[int]:
-    """Every value that an argument mentions."""
+    """Every value in an argument."""
     if isinstance(argument, Ref):
         yield argument.value
     elif isinstance(argument, tuple | list):

@@ -2,7 +2,7 @@
 
 1. Ids are positions. 2. Operators read only what exists before them. 3. Every value is written once, or comes from
 outside. 4. `reads`, `readers` and the arguments agree. 5. A storage knows its values, and each lies inside it.
-6. Forward never waits for a tangent. 7. Outputs are computed in forward, gradients exist. 8. A view is in the storage
+6. Forward reads no tangent. 7. Outputs are computed in forward, gradients exist. 8. A view is in the storage
 of the operand it is a view of, and `as_strided` at the place that its arguments name. 9. An operator that computes a
 new tensor does not put it into the storage of an operand.
 
@@ -22,7 +22,7 @@ from encore.graph.values import Graph, Op, Role, Storage, Value, refs, span_byte
 
 COMPUTES = frozenset({OpClass.CHEAP, OpClass.HEAVY})
 STORAGE_OFFSET = 3
-"""Where `as_strided` takes it."""
+"""The position of this argument of `as_strided`."""
 
 
 def verify_graph(graph: Graph) -> None:
@@ -57,7 +57,7 @@ def _verify_definitions(graph: Graph) -> None:
         if value.role is not None:
             defined.add(value.id)
             if value.producer is not None:
-                _reject(f"{value.name} comes from outside and is written too")
+                _reject(f"{value.name} is an input and is written, too")
     for op in graph.ops:
         for read in op.reads:
             if read not in defined:
@@ -76,13 +76,13 @@ def _verify_definitions(graph: Graph) -> None:
             defined.add(written)
     for leaving in (*graph.outputs, *graph.gradients):
         if leaving is not None and leaving not in defined:
-            _reject(f"value {leaving} leaves the graph but was never written")
+            _reject(f"value {leaving} is an output or gradient and is never written")
 
 
 def _verify_storages(graph: Graph) -> None:
     members = [set(storage.values) for storage in graph.storages]
     brought = {graph.values[value].storage for value in graph.tangents}
-    """Backward is given these; where in its memory a gradient begins is the caller's business."""
+    """Storages of tangents, in which the caller chooses the offset of a gradient."""
     for storage in graph.storages:
         for claimed in storage.values:
             if graph.values[claimed].storage != storage.id:
@@ -116,7 +116,7 @@ def _verify_views(graph: Graph) -> None:
 def _verify_view(graph: Graph, op: Op) -> None:
     operands = [value for value in (graph.values[read] for read in op.reads) if value.storage is not None]
     if not operands:
-        return  # parts of a sparse tensor, which has no storage, or of a container
+        return  # parts of a sparse tensor or of a container, without a storage
     storages = {value.storage for value in operands}
     for written in op.writes:
         value = None if written is None else graph.values[written]
@@ -138,7 +138,7 @@ def _verify_phases(graph: Graph) -> None:
             continue
         for value in op.reads:
             if value in tangents:
-                _reject(f"forward operator {op.name} waits for a tangent")
+                _reject(f"forward operator {op.name} reads a tangent")
             producer = graph.producer(value)
             if producer is not None and not producer.forward:
                 _reject(f"forward operator {op.name} reads a backward value")

@@ -1,37 +1,28 @@
-"""How an operator of the graph is called at run time.
-
-The one file of this room that knows PyTorch's private doors (torch is pinned for their sake): an `OpOverload` is called
-through the dispatcher's own callable, and a few operators need the state that eager would have given them.
-"""
+"""How an operator of the graph is called at run time: through the dispatcher's own callable, and a few operators with
+the state that eager gives them."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from encore.graph.random_ops import DrawAgain, DrawState, bernoulli_noise, dropout_mask, dropout_noise
+from encore.lower.torch_private import below_autograd, dispatcher_call
 
 aten = torch.ops.aten
 
 
 def callable_for(target: Any) -> Callable[..., Any]:
-    """What to call for an operator."""
+    """The callable for an operator."""
     if isinstance(target, DrawState):
         return _generator(target.device, target.generator).get_state
     if isinstance(target, DrawAgain):
         return _draw_again(target)
     if target in SPECIAL:
         return SPECIAL[target]
-    return _dispatcher_call(target)
-
-
-@functools.cache
-def _dispatcher_call(target: Any) -> Callable[..., Any]:
-    # OpOverload.__call__ only forwards to _op; thousands of small operators feel the extra Python frame.
-    return target._op if isinstance(target, torch._ops.OpOverload) else target
+    return dispatcher_call(target)
 
 
 def _generator(device: str, named: torch.Generator | None = None) -> torch.Generator:
@@ -60,12 +51,12 @@ def _draw_again(again: DrawAgain) -> Callable[..., Any]:
 
 
 def _with_grad_mode(target: Any) -> Callable[..., Any]:
-    """oneDNN's recurrent layer asks the grad mode whether backward will want its workspace; autograd itself must not
-    look, or its node would hold that workspace for as long as the outputs live."""
-    call = _dispatcher_call(target)
+    """oneDNN's recurrent layer returns the workspace for backward only if grad mode is enabled; autograd itself must
+    not record it, or its node would keep that workspace for as long as the outputs live."""
+    call = dispatcher_call(target)
 
     def run(*args: Any) -> Any:
-        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        with torch.enable_grad(), below_autograd():
             return call(*args)
 
     run.__name__ = str(target).replace(".", "_")

@@ -1,10 +1,9 @@
-"""A phase that is checked while it runs: after every operator, no value that is still needed has changed.
+"""Checks of forward or backward while it runs: no operator may change a value that is still needed.
 
-Between two operators nothing may write to the memory of a value that is alive, except to that of an operand which the
-operator is scheduled to write over, and which nothing else that is alive lies in. Checksums of all storages that are
-alive are compared after every operator. The results of an operator must lie where the graph says: a view in the
-storage of its operand, everything else in a storage of its own, with the graph's shape and strides. Checksums take no
-memory of the allocator's, so that peaks stay what they are.
+An operator may write to the memory of a live value only if it is scheduled to write over that operand, and no other
+live value is in that memory. Checksums of all live storages are compared after every operator. The results of an
+operator must be where the graph has them: a view in the storage of its operand, everything else in a storage of its
+own, with the graph's shape and strides. Checksums allocate no tensor memory, so that peaks stay the same.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from encore.errors import CheckError
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_codec
 from encore.graph.tier_ops import StoreTo
+from encore.graph.torch_private import OpOverload
 from encore.schedule import Action, Free, Fused, Load, Run, Store, Wait
 
-_OPERATOR = torch._ops.OpOverload
 UNKNOWN = frozenset({OpClass.OPAQUE, OpClass.COLLECTIVE, OpClass.MUTATING})
-"""Operators whose results may lie anywhere."""
+"""Operators whose results may be in any storage."""
 
 SCRATCH: dict[Any, int] = {
     torch.ops.aten.mkldnn_rnn_layer_backward.default: [
         argument.name for argument in torch.ops.aten.mkldnn_rnn_layer_backward.default._schema.arguments
     ].index("workspace")
 }
-"""Operators that write to an operand that is made for them alone, without saying so: which argument it is."""
+"""Operators that write to an operand of theirs alone, although their schema does not say so -> its position."""
 
 
 def made_by(graph: Graph, action: Action) -> tuple[int, ...]:
-    """The values that have a name from an action on. A load has one from its wait on."""
+    """The values that an action defines. A load defines its value in its wait."""
     if isinstance(action, Free | Load):
         return ()
     if isinstance(action, Fused):
@@ -50,7 +49,7 @@ def made_by(graph: Graph, action: Action) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Phase:
-    """What a lowered function runs."""
+    """The actions and arguments of a lowered function."""
 
     graph: Graph
     name: str
@@ -70,7 +69,7 @@ class Phase:
 
 
 class CheckedPhase:
-    """One run of a phase. The lowered function calls `after` for every action and `free` before every `del`."""
+    """Checks one run of a phase. The lowered function calls `after` for every action and `free` before every `del`."""
 
     def __init__(self, phase: Phase, *given: Any) -> None:
         self.phase = phase
@@ -79,12 +78,12 @@ class CheckedPhase:
         self.sums: dict[int, int] = {}
         """Address of a storage -> checksum of its bytes."""
         self.arriving: set[int] = set()
-        """Storages that a collective fills until it is waited for."""
+        """Storages that a collective fills until its wait."""
         self._define(zip(phase.given, given, strict=True))
         self._define(phase.graph.constants.items())
 
     def after(self, position: int, *made: Any) -> None:
-        """Look at everything alive, and take in what the action made."""
+        """Compare all live values, and add the results of the action."""
         action = self.phase.actions[position]
         ops = action.ops if isinstance(action, Fused) else (action.op,)  # type: ignore[union-attr]
         op = self.graph.ops[ops[-1]]
@@ -112,7 +111,7 @@ class CheckedPhase:
                 self._fail(op, f"wrote over {self._text(value)}, which is still needed")
 
     def free(self, *values: int) -> None:
-        """These names end here."""
+        """Remove values whose names are deleted."""
         for value in values:
             self.alive.pop(value, None)
         addresses = {_address(tensor) for tensor in self.alive.values()}
@@ -121,7 +120,7 @@ class CheckedPhase:
     # -- what an operator may write ------------------------------------------------------------------------------------
 
     def _taken(self, action: Action) -> tuple[int, ...]:
-        """Operands that the action is scheduled to write over."""
+        """The operands that an action is scheduled to write over."""
         if isinstance(action, Fused):
             return tuple(operand for _, operand in action.over)
         return (action.over,) if isinstance(action, Run) and action.over is not None else ()
@@ -131,13 +130,13 @@ class CheckedPhase:
             address = _address(self.alive[value])
             for other, tensor in self.alive.items():
                 if other not in taken and _address(tensor) == address:
-                    self._fail(op, f"wrote over {self._text(value)}, and {self._text(other)} lies there too")
+                    self._fail(op, f"wrote over {self._text(value)}, and {self._text(other)} is in the same memory")
 
     def _declared_writes(self, op: Op) -> set[int]:
-        """The storages that an operator says it writes to."""
+        """The storages that an operator writes to by its schema."""
         if op.target in SCRATCH:
             return {_address(self.alive[op.args[SCRATCH[op.target]].value])}
-        known = isinstance(op.target, _OPERATOR) and op.kind not in (OpClass.MUTATING, OpClass.COLLECTIVE)
+        known = isinstance(op.target, OpOverload) and op.kind not in (OpClass.MUTATING, OpClass.COLLECTIVE)
         if known or op.kind not in UNKNOWN:
             return set()
         return {_address(self.alive[value]) for value in op.reads if value in self.alive} - {0}
@@ -170,9 +169,9 @@ class CheckedPhase:
             if not address or self.graph.values[value].storage is None:
                 continue
             if op.kind is OpClass.VIEW and operands and address not in operands:
-                self._fail(op, f"returned {self._text(value)} in new memory, and the graph has a view there")
+                self._fail(op, f"returned {self._text(value)} in new memory, and it is a view in the graph")
             if op.kind is not OpClass.VIEW and address not in written and address in self.sums:
-                self._fail(op, f"returned {self._text(value)} in the memory of a value that is alive")
+                self._fail(op, f"returned {self._text(value)} in the memory of a live value")
 
     def _check_layout(self, op: Op, number: int, tensor: torch.Tensor) -> None:
         value = self.graph.values[number]
@@ -187,9 +186,9 @@ class CheckedPhase:
             )
 
     def _is_code(self, value: int) -> bool:
-        """Is it an encoding, whose size is only bounded?"""
+        """Return whether a value is a code, whose size is only bounded."""
         producer = self.graph.producer(value)
-        return producer is not None and (is_codec(producer.target) or not isinstance(producer.target, _OPERATOR))
+        return producer is not None and (is_codec(producer.target) or not isinstance(producer.target, OpOverload))
 
     def _define(self, values: Iterable[tuple[int, Any]]) -> None:
         for value, tensor in values:
@@ -214,14 +213,14 @@ class CheckedPhase:
 
 
 def _layout(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype | None) -> tuple[Any, ...]:
-    """Strides count where there is more than one element."""
+    """A key for layouts: strides of dimensions with one element do not matter."""
     if 0 in shape:
         return tuple(shape), dtype
     return tuple(shape), tuple(step for size, step in zip(shape, stride, strict=True) if size > 1), dtype
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where the tensor's storage is; 0 for one without bytes, or without a storage."""
+    """The address of the tensor's storage; 0 for one without bytes, or without a storage."""
     try:
         return int(tensor.untyped_storage().data_ptr())
     except (NotImplementedError, RuntimeError):  # sparse, oneDNN's own layouts

@@ -1,7 +1,7 @@
-"""Straight-line Python for a stream of actions: a line an operator, a `del` at every free.
+"""Straight-line Python for a stream of actions: one line for each operator, and a `del` for every free.
 
-The callables are *boxed*: they take one list and empty it, so that a `del` here really is the last name. Anything that
-holds on to an argument list keeps every saved tensor alive until backward has returned.
+The callables are *boxed*: they take one list and empty it, so that a `del` deletes the last reference. A reference to
+the argument list would keep every saved tensor alive until backward has returned.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from encore.graph import Graph, Op
 from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST
 from encore.graph.tier_ops import StoreTo, is_transfer
+from encore.graph.torch_private import OpOverload
 from encore.graph.values import Ref
 from encore.lower.calls import callable_for
 from encore.lower.checked import CheckedPhase, Phase, made_by
@@ -49,9 +48,9 @@ def lower(
     *,
     checked: bool = False,
 ) -> Lowered:
-    """Turn both streams into functions; `kernels` are those of its fused actions, by key, `watches` are called in the
-    place of operators of forward, by number, and `transports` move what goes to tiers, by their names. If `checked`,
-    the functions look after every action for values that it should not have changed."""
+    """Compile both streams to functions. `kernels` are those of the fused actions, by key; `watches` are called in
+    place of operators of forward, by number; `transports` move offloaded values, by the name of their tier. If
+    `checked`, the functions look after every action for values that it should not have changed."""
     graph, transports = schedule.graph, transports or {}
     forward_source, forward = _Writer(graph, kernels or {}, watches or {}, transports, checked=checked).write(
         f"{name}_forward", schedule.forward, graph.primals, (*graph.outputs, *schedule.saved), graph.literals
@@ -92,7 +91,7 @@ class _Writer:
         results: Iterable[int | None],
         literals: Mapping[int, Any] | None = None,
     ) -> tuple[str, Boxed]:
-        """`literals` stand for results that are no values, by position."""
+        """Write a function. `literals` are the results that are not values, by position."""
         self.lines = [f"def {name}(args):"]
         if given:
             self._line(f"{''.join(f'{self._variable(value)}, ' for value in given)}= args")
@@ -168,7 +167,7 @@ class _Writer:
         return f"{self._targets(op)} = {call}"
 
     def _claim(self, actions: Sequence[Action]) -> None:
-        """Room in the tiers for all that the phase will store, before it begins."""
+        """Reserve space in the tiers for all that the phase will store, before it begins."""
         sizes: dict[str, list[int]] = {}
         for action in actions:
             op = self.graph.ops[action.op] if isinstance(action, Run | Store) else None
@@ -178,7 +177,7 @@ class _Writer:
             self._line(f"{self._bind(functools.partial(self.transports[tier].prepare, tuple(wanted)), 'prepare')}()")
 
     def _transfer(self, action: Store | Load | Wait) -> str:
-        """A load has its name from its wait on; what goes on before is the tier's business."""
+        """A store, a load or a wait. A loaded value has its name from its wait on."""
         op = self.graph.ops[action.op]
         tier, given = op.target.tier, [self._text(argument) for argument in op.args]
         if isinstance(action, Store):
@@ -190,13 +189,14 @@ class _Writer:
         return f"{self._targets(op)} = {self._mover(tier, 'load')}({', '.join(given)})"
 
     def _mover(self, tier: str, name: str) -> str:
-        """A method of a tier's transport, under one name."""
+        """The name of a method of a tier's transport."""
         if (tier, name) not in self.movers:
             self.movers[tier, name] = self._bind(getattr(self.transports[tier], name), name)
         return self.movers[tier, name]
 
     def _call_kernel(self, action: Fused) -> None:
-        """A kernel returns what it allocated; what it wrote over an operand is that operand under its new name."""
+        """A kernel returns the results that it allocates; one that it writes over an operand is that operand,
+        renamed."""
         over = dict(action.over)
         made = [self._variable(value) for value in action.writes if value not in over]
         kernel = self._bind(self.kernels[action.kernel.key].call, f"kernel_{action.kernel.key[:8]}")
@@ -244,5 +244,5 @@ class _Writer:
 
 
 def _label(target: Any) -> str:
-    text = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "call")
+    text = str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", "call")
     return "".join(letter if letter.isalnum() else "_" for letter in text).strip("_")

@@ -1,8 +1,8 @@
-"""How operators come apart inside kernels: Inductor's way, except that long sums are taken in stages.
+"""Decompositions of operators inside kernels: Inductor's, except that long sums are taken in stages.
 
-A kernel that adds two thousand rows one after the other in float32 is off by ten times as much as PyTorch's own sums,
-which add pairs of pairs. Summing short pieces first and then their sums is as accurate as those, and leaves more to do
-in parallel. Variances are taken around the mean in a second pass, for the same reason.
+A kernel that adds two thousand rows one after the other in float32 has an error ten times that of PyTorch's own sums,
+which are pairwise. Summing short pieces first and then their sums is as accurate as those, and more parallel. Variances
+are computed around the mean in a second pass, for the same reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 aten = torch.ops.aten
 LONG = 256
-"""Sums of fewer elements than this are taken as they are."""
+"""Sums of fewer elements are not split."""
 PIECE = 32
 IN_STAGES = (torch.float32,)
 
@@ -88,7 +88,7 @@ def var_mean_in_stages(
 
 
 def with_sums_in_stages(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """A table of decompositions with these in place of its own."""
+    """Return a table of decompositions with these in place of its own."""
     return {
         **table,
         aten.sum.dim_IntList: sum_in_stages,

@@ -1,7 +1,7 @@
-"""PyTorch's vector headers, compiled once a machine: without that, each file of kernels takes seconds longer.
+"""PyTorch's vector headers, precompiled once a machine: otherwise each file of kernels takes seconds longer.
 
-The compiled header lies beside a record with its hash, in a folder named after all that it depends on. One that was cut
-off or damaged is compiled again. Where it cannot be kept, kernels are compiled with the header as text.
+The compiled header is in a folder named after all that it depends on, with a record of its hash. One that is truncated
+or damaged is compiled again. If it cannot be written, kernels are compiled with the header as text.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from encore.cached_files import (
     write_record,
 )  # fmt: skip
 from encore.folders import cache_folder, private_directory
-from encore.lower import inductor_private
-from encore.lower.inductor_private import LoweringError
+from encore.lower import torch_private
+from encore.lower.extension import HEADER, LoweringError
 from encore.measurements import machine_key
 
 NAME, COMPILED, RECORD = "kernels.h", "kernels.h.gch", "kernels.h.json"
@@ -35,13 +35,13 @@ _checking = threading.Lock()
 
 
 def kernel_header() -> Path:
-    """The header that files of kernels begin with, compiled beside it if that is possible here."""
-    command = inductor_private.header_command(Path(NAME))
+    """The path of the header that files of kernels include, precompiled if that is possible on this machine."""
+    command = torch_private.header_command(Path(NAME))
     if COMPILED not in command:  # clang's compiled headers are of no use once they are moved
         return _as_text()
-    facts = "\n".join((inductor_private.HEADER, *command, inductor_private.compiler_version()))
+    facts = "\n".join((HEADER, *command, torch_private.compiler_version()))
     folder = cache_folder(f"header-{machine_key()}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}")
-    with _checking:  # its hash takes a moment: once a process is enough
+    with _checking:  # hashing takes a moment: once a process is enough
         if folder not in _checked and not _is_whole(folder):
             with locked(folder / "kernels.h.lock"):
                 if not _is_whole(folder) and not _compile(folder):
@@ -51,7 +51,7 @@ def kernel_header() -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Are both forms there, as they were written?"""
+    """Return whether both forms are there, as they were written."""
     try:
         record = read_record(folder / RECORD)
     except CachedFileError:
@@ -60,12 +60,12 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _compile(folder: Path) -> bool:
-    """Compile the header; returns whether that worked."""
+    """Compile the header; return whether that worked."""
     try:
-        with tempfile.TemporaryDirectory(dir=folder) as beside:
-            source = Path(beside) / NAME
-            source.write_text(inductor_private.HEADER)
-            command = inductor_private.header_command(source)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            source = Path(temporary) / NAME
+            source.write_text(HEADER)
+            command = torch_private.header_command(source)
             made = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
             if made.returncode:
                 if "No space left" in made.stderr:
@@ -85,9 +85,9 @@ def _as_text() -> Path:
     try:
         header = private_directory() / NAME
         with contextlib.suppress(FileNotFoundError):
-            if header.read_text() == inductor_private.HEADER:
+            if header.read_text() == HEADER:
                 return header
-        write_cached(header, inductor_private.HEADER.encode())
+        write_cached(header, HEADER.encode())
     except OSError as error:
-        raise LoweringError(f"there is no place for its source ({error})") from error
+        raise LoweringError(f"its source cannot be written ({error})") from error
     return header

@@ -1,11 +1,11 @@
-"""Kernels compiled once per structure, many in one C++ file, and kept on disk for the next process.
+"""Kernels compiled once per structure, many in one C++ file, and cached on disk.
 
 PyTorch's vector headers take a compiler seconds, a kernel fractions of one: the headers are compiled once a machine,
-and kernels in batches, as many at a time as there are cores, while the next batch is being lowered. On disk lies one
-record a kernel (Inductor's module text, where its functions are, its workspace) and one extension module a batch, in a
-folder named after everything a compiled kernel depends on. A record has its own hash and the one of its extension
-(`cached_files.py`): what is damaged or not trusted is compiled again. An extension has its hash in its name, so that
-processes which compile the same batch at the same time do not replace each other's.
+and kernels in batches, in as many processes as there are cores, while the next batch is lowered. The cache has a record
+for each kernel (Inductor's module text, the names of its functions, its workspace) and an extension module for each
+batch, in a folder named after everything that a compiled kernel depends on. A record has its own hash and that of its
+extension (`cached_files.py`): what is damaged or not trusted is compiled again. The name of an extension has its hash,
+so that processes which compile the same batch at the same time do not replace each other's.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ from encore.cached_files import (
     write_record,
 )  # fmt: skip
 from encore.folders import cache_folder, private_directory
-from encore.lower import inductor_private
+from encore.lower import torch_private
+from encore.lower.extension import CppFunction, LoweringError, extension_source
 from encore.lower.header import kernel_header
-from encore.lower.inductor_private import CppFunction, LoweringError
-from encore.lower.module_text import bytes_aside, returned_strides
+from encore.lower.module_text import returned_strides, workspace_bytes
 from encore.measurements import machine_key
-from encore.progress import progress
 from encore.schedule.kernel import Kernel
+from encore.terminal import progress
 
 KERNELS_A_FILE, KERNELS_WORTH_A_FILE = 12, 5
-"""At most, and at least where there are as many: a file takes the compiler 0.9 seconds and 0.1 more for each kernel."""
+"""The most kernels in a file, and the fewest if there are as many: a file takes the compiler 0.9 seconds, and each
+kernel 0.1."""
 EXTENSION, SHA256 = re.compile(r"encore_kernels_[0-9a-f]{16}"), re.compile(r"[0-9a-f]{64}")
-"""What a record may name: nothing that leads out of its folder."""
+"""Names that a record may have, none of which leads out of its folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +61,18 @@ class CompiledKernel:
 
     call: Callable[[list[Any]], tuple[Any, ...]]
     workspace: int
-    """Bytes it allocates and gives back while it runs."""
+    """Bytes that it allocates and frees while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """What became of the kernels that were asked for, by their keys."""
+    """The results of compiling some kernels, by their keys."""
 
     compiled: Mapping[str, CompiledKernel]
-    refused: Mapping[str, str]
+    failed: Mapping[str, str]
     """Kernels whose operators must run one by one, and why."""
     fresh: int
-    """How many had to be compiled: they were neither in memory nor on disk."""
+    """How many were compiled, since they were neither in memory nor on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +90,26 @@ class _Extension:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A kernel as it lies on disk."""
+    """A kernel in the cache."""
 
     key: str
     source: str
     workspace: int
     extension: str
-    """The extension module that holds its C++ functions; empty where it has none."""
+    """The extension module with its C++ functions; empty if it has none."""
     extension_sha256: str
     functions: dict[str, str]
     """Their names in the kernel's own module -> in the extension."""
 
     @classmethod
     def parse(cls, found: Mapping[str, Any], key: str) -> _Record:
-        """Raises `CachedFileError` where a field is not what `write_record` was given."""
+        """Check every field; raise `CachedFileError` if one is not what `write_record` was given."""
         try:
             record = cls(**found)
         except TypeError as error:
-            raise CachedFileError(f"other fields than a kernel's ({error})") from error
+            raise CachedFileError(f"it has other fields than a kernel ({error})") from error
         if not record._is_sound() or record.key != key:
-            raise CachedFileError(f"not a record of the kernel {key}")
+            raise CachedFileError(f"it is not a record of the kernel {key}")
         return record
 
     def _is_sound(self) -> bool:
@@ -136,16 +137,16 @@ class KernelStore:
         self._lock = threading.Lock()
 
     def compile(self, kernels: Iterable[Kernel]) -> Compilation:
-        """Have these kernels ready: from memory, from disk, or by compiling them now."""
+        """Load these kernels from memory or disk, and compile those that are in neither."""
         wanted = {kernel.key: kernel for kernel in kernels}
         with self._lock:
             missing = [kernel for key, kernel in wanted.items() if key not in self._ready and not self._load(key)]
-            refused = self._compile(missing) if missing else {}
+            failed = self._compile(missing) if missing else {}
             compiled = {key: self._ready[key] for key in wanted if key in self._ready}
-        return Compilation(compiled, refused, len(missing) - len(refused))
+        return Compilation(compiled, failed, len(missing) - len(failed))
 
     def workspace(self, kernel: Kernel) -> int | None:
-        """What a kernel wants aside, if it has ever been compiled here."""
+        """The workspace of a kernel, if it has been compiled on this machine."""
         if kernel.key not in self._ready and not self._load(kernel.key):
             return None
         return self._ready[kernel.key].workspace
@@ -153,40 +154,40 @@ class KernelStore:
     # -- compiling ---------------------------------------------------------------------------------------------------
 
     def _compile(self, kernels: Sequence[Kernel]) -> dict[str, str]:
-        """Compile kernels and make them ready; returns those that cannot be, and why."""
-        missing = inductor_private.missing_compiler() if any("cpu" in kernel.devices for kernel in kernels) else ""
+        """Compile and load kernels; return those that cannot be, and why."""
+        missing = torch_private.missing_compiler() if any("cpu" in kernel.devices for kernel in kernels) else ""
         if missing:
             return {kernel.key: missing for kernel in kernels}
-        refused: dict[str, str] = {}
+        failed: dict[str, str] = {}
         with (
             progress("encore: compiling kernels", len(kernels), lines=False) as advance,
             concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool,
         ):
             header = pool.submit(kernel_header)
-            batches = [pool.submit(self._build, batch, header) for batch in self._lowered(kernels, refused, advance)]
+            batches = [pool.submit(self._build, batch, header) for batch in self._lowered(kernels, failed, advance)]
             for batch in concurrent.futures.as_completed(batches):
                 records, failures = batch.result()
-                refused.update(failures)
+                failed.update(failures)
                 for key, (record, folder) in records.items():
                     if folder == self.folder:
                         self._write(record)
                     try:
                         self._make_ready(record, folder)
-                    except Exception as error:  # a file system from which nothing may be loaded, for one
-                        refused[key] = f"it cannot be loaded from {folder} ({error})"
-        return refused
+                    except Exception as error:  # for example a file system that is mounted noexec
+                        failed[key] = f"it cannot be loaded from {folder} ({error})"
+        return failed
 
     def _lowered(
-        self, kernels: Sequence[Kernel], refused: dict[str, str], advance: Callable[[str], None]
+        self, kernels: Sequence[Kernel], failed: dict[str, str], advance: Callable[[str], None]
     ) -> Iterator[dict[str, _Lowered]]:
-        """Module texts, in batches."""
+        """Lower kernels to module texts, in batches."""
         batch: dict[str, _Lowered] = {}
         share = max(KERNELS_WORTH_A_FILE, min(KERNELS_A_FILE, -(-len(kernels) // (os.cpu_count() or 1))))
         for kernel in kernels:
             try:
                 batch[kernel.key] = _lower(kernel)
             except LoweringError as error:
-                refused[kernel.key] = str(error)
+                failed[kernel.key] = str(error)
             advance("")
             if len(batch) == share:
                 yield batch
@@ -197,7 +198,7 @@ class KernelStore:
     def _build(
         self, batch: Mapping[str, _Lowered], header: concurrent.futures.Future[Path]
     ) -> tuple[dict[str, tuple[_Record, Path]], dict[str, str]]:
-        """Compile a batch: records, with the folders of their extensions, and failed kernels, with the reasons."""
+        """Compile a batch: return records with the folders of their extensions, and failed kernels with the reasons."""
         try:
             return self._build_together(batch, header.result()), {}
         except LoweringError as error:
@@ -233,18 +234,18 @@ class KernelStore:
         return records
 
     def _build_extension(self, functions: Sequence[CppFunction], header: Path) -> _Extension:
-        """Compile functions into one extension module of the folder, or of a private one where that takes no file."""
-        text = inductor_private.extension_source("MODULE", functions)
+        """Compile functions to an extension module in the folder, or in a private one if that cannot be written to."""
+        text = extension_source("MODULE", functions)
         name = f"encore_kernels_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         try:
             private = Path(tempfile.mkdtemp(dir=private_directory()))
             source = private / f"{name}.cpp"
-            source.write_text(inductor_private.extension_source(name, functions))
-            command = inductor_private.build_command(source, name, header)
+            source.write_text(extension_source(name, functions))
+            command = torch_private.build_command(source, name, header)
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
             if done.returncode:
-                said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
-                raise LoweringError(f"the C++ compiler refused it: {said}")
+                output = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
+                raise LoweringError(f"the C++ compiler rejects it: {output}")
             made = source.with_suffix(".so")
             library = made.read_bytes()
             built = _Extension(private, name, hashlib.sha256(library).hexdigest())
@@ -273,16 +274,16 @@ class KernelStore:
             warn_unwritable(self.folder, error)
 
     def _load(self, key: str) -> bool:
-        """Make a kernel ready from disk; a record that is damaged or has lost its extension is as good as none."""
+        """Load a kernel from disk; return False if its record or extension is missing or damaged."""
         try:
             record = _Record.parse(read_record(self._path(key)), key)
             self._make_ready(record, self.folder)
-        except Exception:  # it holds code: whatever that does, it is compiled again
+        except Exception:  # of any kind, since a record has code: it is compiled again
             return False
         return True
 
     def _make_ready(self, record: _Record, folder: Path) -> None:
-        call, scope, functions = inductor_private.execute(record.source)
+        call, scope, functions = torch_private.execute(record.source)
         if functions:
             extension = _load_extension(record.extension_in(folder))
             compiled = {function.name: getattr(extension, record.functions[function.name]) for function in functions}
@@ -294,7 +295,7 @@ class KernelStore:
 
 @dataclass(frozen=True, slots=True)
 class _Lowered:
-    """A kernel on its way: Inductor's module and the C++ functions in it."""
+    """Inductor's module for a kernel, and the C++ functions in it."""
 
     source: str
     functions: tuple[CppFunction, ...]
@@ -302,16 +303,16 @@ class _Lowered:
 
 
 def _lower(kernel: Kernel) -> _Lowered:
-    source = inductor_private.module_source(kernel)
+    source = torch_private.module_source(kernel)
     if not kernel.accepts(returned_strides(source)):
-        raise LoweringError("its results came out in another layout than the graph wants")
-    _, _, functions = inductor_private.execute(source)
-    return _Lowered(source, tuple(functions), bytes_aside(source))
+        raise LoweringError("its results have another layout than in the graph")
+    _, _, functions = torch_private.execute(source)
+    return _Lowered(source, tuple(functions), workspace_bytes(source))
 
 
 @functools.cache
 def _load_extension(extension: _Extension) -> ModuleType:
-    """Load an extension module whose hash is right: the system would map one that was cut off, and crash later."""
+    """Load an extension module if its hash is right: the system would map a truncated one, and crash later."""
     if not is_intact(extension.path, extension.sha256):
         raise CachedFileError(f"{extension.path} is missing, damaged or not trusted")
     loader = importlib.machinery.ExtensionFileLoader(extension.name, str(extension.path))
@@ -319,7 +320,7 @@ def _load_extension(extension: _Extension) -> ModuleType:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    ctypes.CDLL(str(extension.path)).set_address_of(ctypes.c_void_p(inductor_private.tensor_address_function()))
+    ctypes.CDLL(str(extension.path)).set_address_of(ctypes.c_void_p(torch_private.tensor_address_function()))
     return module
 
 
@@ -336,6 +337,6 @@ def kernel_store() -> KernelStore:
 
 @functools.cache
 def _fingerprint() -> str:
-    """Of the code that turns kernels into modules: what it made before it was changed is not used again."""
+    """The hash of the code that lowers kernels: what another version of it has compiled is not used."""
     makers = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(maker.read_bytes() for maker in makers)).hexdigest()[:8]

@@ -1,7 +1,7 @@
-"""Reading the module that Inductor wrote for a kernel: what does its `call` allocate beside its results?
+"""The workspace of a kernel, read from the module that Inductor wrote for it: what `call` allocates beyond its results.
 
-Only what a fused kernel may do is understood: allocate, take a window, call a compiled function, forget, return. A
-module that does more (it runs some operator outside of its kernel) is refused, since its memory cannot be told.
+A module may allocate, take a view, call a compiled function, delete and return. One that does more (it runs an operator
+outside of its kernel) is rejected, since its workspace is unknown.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import ast
 
 import torch
 
-from encore.lower.inductor_private import LoweringError
+from encore.lower.extension import LoweringError
 
 
-def bytes_aside(source: str) -> int:
+def workspace_bytes(source: str) -> int:
     """The most bytes alive at once in `call`, less those of the results it returns."""
     reader = _read(source)
     return reader.peak - sum(reader.sizes[buffer] for buffer in reader.returned)
 
 
 def returned_strides(source: str) -> list[tuple[int, ...]]:
-    """How the results are laid out, in their order."""
+    """The strides of the results, in their order."""
     return _read(source).strides
 
 
@@ -39,7 +39,7 @@ def _read(source: str) -> _Reader:
 class _Reader:
     def __init__(self) -> None:
         self.buffer: dict[str, int] = {}
-        """Name -> the allocation it looks at."""
+        """Name -> the number of its allocation."""
         self.stride: dict[str, tuple[int, ...]] = {}
         self.sizes: list[int] = []
         self.peak = 0
@@ -47,7 +47,7 @@ class _Reader:
         self.strides: list[tuple[int, ...]] = []
 
     def read(self, body: list[ast.stmt]) -> bool:
-        """Follow the statements; True once they have returned."""
+        """Follow the statements; return whether they end with a `return`."""
         for statement in body:
             match statement:
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
@@ -88,13 +88,13 @@ class _Reader:
                 raise LoweringError(f"its module does more than run a kernel: {name} = {ast.unparse(value)}")
 
     def _stride_of(self, value: ast.expr) -> tuple[int, ...]:
-        """Of a name, or of a window that `reinterpret_tensor(base, shape, stride, offset)` takes."""
+        """The strides of a name, or of a view `reinterpret_tensor(base, shape, stride, offset)`."""
         match value:
             case ast.Name(id=name):
                 return self.stride[name]
             case ast.Call(args=[_, _, stride, *_]):
                 return tuple(ast.literal_eval(stride))
-        raise LoweringError(f"its module takes a window of an unknown kind: {ast.unparse(value)}")
+        raise LoweringError(f"its module takes a view of an unknown kind: {ast.unparse(value)}")
 
     def _return(self, results: list[ast.expr]) -> None:
         for result in results:

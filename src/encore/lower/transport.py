@@ -1,9 +1,9 @@
-"""What a running step does with a tier: store, wait, fetch, load, by tokens.
+"""How a running step offloads to a tier: store, wait, fetch and load, by tokens.
 
-Autograd holds tensors between forward and backward and nothing else, so a parcel is known by a token: a tensor of one
-number, whose memory is a Python object's. The parcel goes when the token's memory does, wherever autograd, a second
-backward or a hook has let it wander; until then it can be loaded again. A number is given out once, and nothing is ever
-looked up by address.
+Autograd saves nothing but tensors between forward and backward, so the key of a stored tensor (a parcel) is a token: a
+tensor of one number, whose memory is a Python object's. The parcel is freed when that memory is, whatever other
+references autograd, a second backward or a hook have kept; until then it can be loaded again. A number is used once,
+and no parcel is looked up by address.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ from encore.tiers import Parcel, Tier
 
 
 class _Memory(bytearray):
-    """The memory of a token: unlike a plain bytearray, somebody can learn of its end."""
+    """The memory of a token: a bytearray that can have a finalizer."""
 
 
 class Transport:
-    """A tier on behalf of compiled steps."""
+    """Moves tensors of compiled steps to and from a tier."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
         self._numbers = itertools.count()
         self._parcels: dict[int, Parcel] = {}
-        self._gone: deque[int] = deque()
-        """Numbers whose tokens are gone. That may happen at any time, even while the tier is at work, so their parcels
-        are freed later, when a step asks for something."""
+        self._freed: deque[int] = deque()
+        """Numbers whose tokens have been freed. That may happen at any time, even while the tier runs, so their parcels
+        are freed at the next call of a step."""
         self._lock = threading.Lock()
 
     @property
     def waited(self) -> float:
-        """Seconds that steps have stood still for this tier so far."""
+        """Seconds that steps have waited for this tier so far."""
         return self.tier.transfers.waited_seconds
 
     @property
     def parcels(self) -> int:
-        """How many are in the tier."""
+        """The number of parcels in the tier."""
         return len(self._parcels)
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """A step begins that will store parcels of these sizes: make sure of the room."""
-        self._free_gone()
+        """Reserve space for the parcels of a step, which have these sizes."""
+        self._free_parcels()
         self.tier.forgive()
         self.tier.claim(sizes)
 
     def store(self, x: torch.Tensor) -> torch.Tensor:
-        """Begin to store a tensor that fills its memory; its token."""
-        self._free_gone()
+        """Begin to store a tensor that fills its memory; return its token."""
+        self._free_parcels()
         parcel = self.tier.store([x.detach().as_strided((x.numel(),), (1,))])
         with self._lock:
             number = next(self._numbers)
             self._parcels[number] = parcel
         memory = _Memory(number.to_bytes(TOKEN_BYTES, "little"))
-        weakref.finalize(memory, self._gone.append, number).atexit = False
+        weakref.finalize(memory, self._freed.append, number).atexit = False
         return torch.frombuffer(memory, dtype=TOKEN_DTYPE)
 
     def stored(self, token: torch.Tensor) -> None:
-        """Wait until it is stored."""
+        """Wait until a tensor is stored."""
         self.tier.wait_for(self._parcel(token))
 
     def store_now(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,11 +75,11 @@ class Transport:
         return token
 
     def fetch(self, token: torch.Tensor) -> None:
-        """Begin to load."""
+        """Begin to load a tensor."""
         self.tier.prefetch(self._parcel(token))
 
     def load(self, token: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor that was stored, in its shape; waits for it."""
+        """Return the stored tensor in its shape, once it is loaded."""
         (flat,) = self.tier.load(self._parcel(token))
         assert flat.dtype is dtype
         return flat.as_strided(size, stride)
@@ -88,15 +88,15 @@ class Transport:
         parcel = self._parcels.get(int(token))
         if parcel is None:
             raise TierError(
-                "a feature map was given up by its tier before backward asked for it: somebody has copied what "
-                "autograd saved (a saved-tensor hook?); leave such hooks out, or tiers="
+                "an offloaded activation was freed before backward reloads it, since a saved-tensor hook has copied "
+                "the token that autograd saves; remove such hooks, or leave out tiers="
             )
         return parcel
 
-    def _free_gone(self) -> None:
+    def _free_parcels(self) -> None:
         while True:
             try:
-                number = self._gone.popleft()
+                number = self._freed.popleft()
             except IndexError:
                 return
             with self._lock:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from encore.cost.allocator import profiler_is_running
 from encore.cost.room import has_room
+from encore.cost.torch_private import profiler_is_running
 from encore.graph import Graph
 from encore.measurements import machine_cache
 from encore.rewrite.additive_scores import AdditiveScores

@@ -111,7 +111,7 @@ def test_a_pickle_is_a_plain_model_with_the_same_numbers(ran: bool, lowering: st
     planned = encore.compile(Tied(), lowering=lowering)
     if ran:
         run_step(planned, (TOKENS,))
-    with pytest.warns(UserWarning, match="holds the plain module"):
+    with pytest.warns(UserWarning, match="has the plain module, without its plans"):
         loaded = pickle.loads(pickle.dumps(planned))
     assert_same(run_step(planned, (TOKENS,)), run_step(loaded, (TOKENS,)), lowering)
     with pytest.raises(encore.NeverRunError):
@@ -125,7 +125,7 @@ def test_a_whole_model_through_torch_save(lowering: str) -> None:
     planned = encore.compile(Tied(), lowering=lowering)
     run_step(planned, (TOKENS,))
     file = io.BytesIO()
-    with pytest.warns(UserWarning, match="holds the plain module"):
+    with pytest.warns(UserWarning, match="has the plain module, without its plans"):
         torch.save(planned, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)

@@ -89,7 +89,7 @@ def test_a_workspace_that_is_a_bound_is_reported(monkeypatch: pytest.MonkeyPatch
     train_step(model, torch.randn(2, 3, 8, 8))
     notes = encore.report(model).graphs[0].notes
     assert notes[0] == (
-        "the workspace of aten.convolution.default is a bound (its operands are too large to be made up): "
+        "the workspace of aten.convolution.default is a bound (there is too little free memory for its operands): "
         "the measured peak may differ from the predicted one"
     )
 

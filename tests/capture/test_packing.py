@@ -132,7 +132,7 @@ def test_a_longest_sequence_that_is_shorter_than_the_batch(lowering: str) -> Non
         args = (torch.randn(5, 3, 4, requires_grad=True), torch.tensor(lengths))
         assert_same(run_step(planned, args), run_step(plain, args), lowering)
     reasons = [graph.break_reason for graph in encore.report(planned).graphs]
-    assert reasons == ["pad_packed_sequence: how many steps it gives depends on data", ""]
+    assert reasons == ["pad_packed_sequence: the number of steps that it returns depends on data", ""]
 
 
 def test_a_total_length_and_padding() -> None:
@@ -279,7 +279,7 @@ def test_a_packed_sequence_from_sizes_in_a_tensor(lowering: str) -> None:
     model = Constructed("LSTM", num_layers=2)
     planned = assert_matches_eager(model, rows, torch.tensor([3, 3, 2, 2, 1]), lowering=lowering, graphs=2)
     assert {"packed_aten_forward", "lstm_forward"} & {*operators(planned)}
-    assert "how many sequences it has depends on data" in encore.report(planned).graphs[0].break_reason
+    assert "the number of its sequences depends on data" in encore.report(planned).graphs[0].break_reason
 
 
 def test_packed_from_a_list_of_sequences(lowering: str) -> None:

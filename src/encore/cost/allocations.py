@@ -1,7 +1,7 @@
-"""What a call really allocates, told by the allocator.
+"""What a call allocates, as the allocator reports it.
 
-On CPU, PyTorch's profiler reports every allocation and release with no operator recorded beside them, which costs a
-microsecond each. On CUDA, the caching allocator keeps its own statistics.
+On CPU, PyTorch's profiler reports every allocation and release, without records of operators, at a microsecond each. On
+CUDA, the caching allocator has statistics of its own.
 
 Known shortcoming on CPU: a block that was there before the call and is released inside it goes unreported, so the
 peak is then an upper bound. Drop old gradients (`zero_grad`) before measuring a step, not inside.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from encore.cost.allocator import AllocatorEvents, profiler_is_running
+from encore.cost.torch_private import AllocatorEvents, profiler_is_running
 from encore.errors import EncoreError
 
 
@@ -39,10 +39,12 @@ class Measurement:
 
 
 def measure(function: Callable[[], Any]) -> Measurement:
-    """Call the function once and tell what it allocated and how long it took."""
+    """Call the function once and return what it allocated and how long it took."""
     if profiler_is_running():
-        raise EncoreError("encore.measure reads PyTorch's profiler, and one is running already; measure outside of it")
-    gc.collect()  # garbage in cycles would be released somewhere inside
+        raise EncoreError(
+            "encore.measure uses PyTorch's profiler, and one is running already; call it outside of that profiler"
+        )
+    gc.collect()  # garbage in cycles would be released during the call
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return measure_cuda(function)
     return measure_cpu(function)

@@ -1,7 +1,6 @@
-"""What the CPU allocator does while something runs, event by event.
+"""The private API of PyTorch that costs use: the profiler, started for memory alone, without recording operators.
 
-The one file of this room that goes through PyTorch's private doors: the profiler is started for memory alone, without
-recording operators, which its public interface does not offer.
+Its public interface has no such mode. It reports every allocation and release of the CPU allocator.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _autograd: Any = torch._C._autograd
 
 
 def profiler_is_running() -> bool:
-    """There is one profiler a thread: starting ours would end the user's."""
+    """Return whether a profiler is running: there is one a thread, and starting another would end the user's."""
     return bool(_autograd._profiler_enabled())
 
 

@@ -1,4 +1,5 @@
-"""Every private door of Inductor that kernels go through; torch is pinned to one minor version for their sake.
+"""The private API of PyTorch that lowering uses: Inductor, which compiles kernels, and the dispatcher. Torch is pinned
+to one minor version for its sake.
 
 What is relied upon: `compile_fx_inner` turns a graph of aten operators into the text of a Python module, in which
 `call(args)` allocates the results and calls C++ functions that the text defines through `AsyncCompile.cpp_pybinding`
@@ -15,7 +16,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,32 +29,20 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions, get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from encore.folders import private_directory
+from encore.graph.torch_private import FakeTensorMode, OpOverload
 from encore.graph.values import map_refs
 from encore.lower.decompositions import with_sums_in_stages
+from encore.lower.extension import CppFunction, LoweringError
 from encore.schedule.kernel import Kernel, Operand, each_result
-
-
-@dataclass(frozen=True, slots=True)
-class CppFunction:
-    """A C++ function of a kernel's module, before it is compiled."""
-
-    name: str
-    argument_types: tuple[str, ...]
-    source: str
-
-
-class LoweringError(Exception):
-    """Inductor or the compiler would not have this kernel."""
 
 
 @contextmanager
 def _settings() -> Iterator[None]:
     """Checks of every operand at every call are off: the schedule is verified as a whole. The processor's vector unit
-    is taken at its word instead of being tried out with four small programs."""
+    is assumed to work, instead of being checked by compiling four small programs."""
     with inductor_config.patch({
         "size_asserts": False, "alignment_asserts": False, "nan_asserts": False, "scalar_asserts": False,
         "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1, "cpp_wrapper": False,
@@ -64,7 +52,7 @@ def _settings() -> Iterator[None]:
 
 
 def missing_compiler() -> str:
-    """Why no C++ kernel can be compiled here; empty where one can."""
+    """Return why no C++ kernel can be compiled on this machine; empty if one can."""
     try:
         command = get_cpp_compiler()
         subprocess.run([*shlex.split(command), "--version"], capture_output=True, check=True)
@@ -75,7 +63,7 @@ def missing_compiler() -> str:
 
 @functools.cache
 def compiler_version() -> str:
-    """How the C++ compiler names itself; a header that another one compiled is of no use to it."""
+    """The first line of the C++ compiler's `--version`; it cannot use a header that another compiler has compiled."""
     command = [*shlex.split(get_cpp_compiler()), "--version"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     return done.stdout.partition("\n")[0]
@@ -88,12 +76,12 @@ def module_source(kernel: Kernel) -> str:
     with tracing(TracingContext(mode)), _settings():
         try:
             with _no_functions_compiled():
-                with mode:  # decompositions make constants: fake ones, please
+                with mode:  # decompositions create constants: fake ones
                     traced = make_fx(_as_function(kernel), decomposition_table=_decompositions())(*operands)
                 (end,) = traced.graph.find_nodes(op="output")
                 end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
                 compiled = compile_fx_inner(traced, operands, is_inference=True)
-        except Exception as error:  # whatever it is, the kernel's operators run one by one
+        except Exception as error:  # of any kind: the kernel's operators run one by one
             raise LoweringError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     return compiled.source_code  # type: ignore[attr-defined,no-any-return]
 
@@ -130,7 +118,7 @@ def _as_function(kernel: Kernel) -> Callable[..., Any]:
 
 
 def _laid_out(output: torch.Tensor, layout: tuple[int, ...]) -> torch.Tensor:
-    """The output as the graph wants it stored, whatever its decomposition has made of it."""
+    """The output with the strides of the graph, whatever strides its decomposition gives it."""
     if tuple(output.stride()) == layout:
         return output
     order = sorted(range(output.dim()), key=lambda position: (-layout[position], position))
@@ -162,76 +150,20 @@ def _no_functions_compiled() -> Iterator[list[CppFunction]]:
 
 
 def execute(source: str) -> tuple[Callable[[list[Any]], Any], dict[str, Any], list[CppFunction]]:
-    """Run a module's text: its `call`, its globals, and the C++ functions that are still to be put there."""
+    """Run a module's text: return its `call`, its globals, and the C++ functions to replace by compiled ones."""
     scope: dict[str, Any] = {"__name__": "encore_kernel"}
     with _settings(), _no_functions_compiled() as functions:
         exec(compile(source, "<encore kernel>", "exec"), scope)  # the text is Inductor's
     return scope["call"], scope, functions
 
 
-BINDING = """
-static PyObject* py_{name}(PyObject*, PyObject* const* args, Py_ssize_t given) {{
-    if (given != {count}) return PyErr_Format(PyExc_TypeError, "{name} takes {count} tensors, not %zd", given);
-    try {{
-        {name}::kernel({arguments});
-    }} catch (std::exception const& error) {{
-        return PyErr_Format(PyExc_RuntimeError, "%s", error.what());
-    }}
-    Py_RETURN_NONE;
-}}
-"""
-
-MODULE = """
-static PyMethodDef methods[] = {{
-{methods}
-    {{NULL, NULL, 0, NULL}}
-}};
-static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "{module}", NULL, -1, methods}};
-
-PyMODINIT_FUNC PyInit_{module}(void) {{ return PyModule_Create(&module); }}
-"""
-
-HEADER = """
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <torch/csrc/inductor/cpp_prefix.h>
-"""
-"""What every file of kernels begins with: a second of reading and five of thinking, unless it is compiled once."""
-
-PREFIX = """
-// Set when the module is loaded: PyTorch's own way from a tensor object to its memory, without its headers.
-static void* (*address_of)(PyObject*);
-
-extern "C" void set_address_of(void* function) { address_of = reinterpret_cast<void* (*)(PyObject*)>(function); }
-"""
-
-
 def tensor_address_function() -> int:
-    """Where PyTorch keeps the function that gives a tensor's memory: what `set_address_of` wants."""
+    """The address of PyTorch's function that returns a tensor's memory, for `set_address_of`."""
     return int(torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr)  # type: ignore[attr-defined]
 
 
-def extension_source(module: str, functions: Sequence[CppFunction]) -> str:
-    """One C++ file for many functions: its headers take seconds to read, a function fractions of one."""
-    parts = [PREFIX]
-    methods = []
-    for function in functions:
-        if not all(kind.rstrip().endswith("*") for kind in function.argument_types):
-            raise LoweringError(f"a kernel takes {function.argument_types}, not only tensors")
-        body = "\n".join(line for line in function.source.splitlines() if not line.startswith("#include"))
-        body = body.replace('extern "C"', "static", 1)
-        arguments = ", ".join(
-            f"static_cast<{kind}>(address_of(args[{position}]))"
-            for position, kind in enumerate(function.argument_types)
-        )
-        parts.append(f"namespace {function.name} {{\n{body}\n}}")
-        parts.append(BINDING.format(name=function.name, count=len(function.argument_types), arguments=arguments or ""))
-        methods.append(f'    {{"{function.name}", (PyCFunction)py_{function.name}, METH_FASTCALL, NULL}},')
-    return "\n".join([*parts, MODULE.format(module=module, methods="\n".join(methods))])
-
-
 def build_command(source: Path, module: str, header: Path) -> list[str]:
-    """The compiler's command line for such a file; running it makes `module`.so beside it."""
+    """The compiler's command line for such a file; running it writes `module`.so next to it."""
     with _settings():
         options = CppTorchOptions(vec_isa=pick_vec_isa(), include_pytorch=False)
         options.precompiled_header = "/encore-header"
@@ -242,7 +174,7 @@ def build_command(source: Path, module: str, header: Path) -> list[str]:
 
 
 def header_command(header: Path) -> list[str]:
-    """The command line that compiles the header beside itself, as `.gch`."""
+    """The compiler's command line that compiles the header, to a `.gch` next to it."""
     with _settings():
         options = CppTorchOptions(vec_isa=pick_vec_isa(), include_pytorch=False, precompiling=True)
         command = CppBuilder("/encore-header", "/encore-header", options).get_command_line()
@@ -254,3 +186,15 @@ def _words(command: str, paths: Mapping[str, Path]) -> list[str]:
     """Without line numbers for debuggers, which take a tenth of the time. Inductor does not quote paths: it was given
     plain words, which they replace here."""
     return [str(paths.get(word, word)) for word in shlex.split(command) if word != "-g1"]
+
+
+@functools.cache
+def dispatcher_call(target: Any) -> Callable[..., Any]:
+    """The dispatcher's own callable of an operator, which `OpOverload.__call__` only forwards to: thousands of small
+    operators feel the extra Python frame."""
+    return target._op if isinstance(target, OpOverload) else target
+
+
+def below_autograd() -> Any:
+    """A context in which autograd does not see operators, whatever the grad mode."""
+    return torch._C._AutoDispatchBelowAutograd()

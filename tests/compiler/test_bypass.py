@@ -147,7 +147,7 @@ def save_whole(model: nn.Module) -> Any:
 @pytest.mark.parametrize("through", [lambda model: pickle.loads(pickle.dumps(model)), save_whole])
 def test_a_pickle_is_a_plain_module_and_says_so(through: Callable[[nn.Module], Any]) -> None:
     model, x = compiled(), torch.randn(3, 4)
-    with one_warning("a pickle of Net holds the plain module; call encore.compile again"):
+    with one_warning("a pickle of Net has the plain module, without its plans; call encore.compile again"):
         loaded = through(model)
         through(model)
     assert loaded._compiled_call_impl is None

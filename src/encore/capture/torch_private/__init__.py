@@ -1,0 +1,100 @@
+"""The private API of PyTorch that capture and the compiler use; torch is pinned to one minor version for its sake.
+
+`docs/architecture.md` lists what each file is for. Other files of `capture/` and `compiler/` import from here alone.
+"""
+
+from torch._dynamo import graph_break
+
+from encore.capture.torch_private.autograd_node import keeps_graph, running_node
+from encore.capture.torch_private.dynamo import (
+    BackendError,
+    TraceFailed,
+    break_reason,
+    dynamo_compile,
+    guard_hooks,
+    pin_sizes,
+    traced_code,
+    warn_of_recurrent_layers,
+    whole_graphs,
+)
+from encore.capture.torch_private.eager_kernels import TRACED_KERNELS, composite, eager_operators
+from encore.capture.torch_private.fake_tensors import fake_mode, fake_window, is_plain_fake
+from encore.capture.torch_private.joint_graph import (
+    checkpointed,
+    given,
+    graph_in_place_of,
+    plain_partition,
+    primals,
+    returned_outputs,
+    saves_unchecked,
+    shell,
+    takes_apart_tensors,
+    unchecked_last,
+)
+from encore.capture.torch_private.process import first_value, has_ranks
+from encore.capture.torch_private.replacements import Replacement, constructed_as, replaced_readers, traced_as
+from encore.capture.torch_private.tracing import (
+    boxed,
+    casts_automatically,
+    compile_settings,
+    is_transformed,
+    last_traced_node,
+    outside_tracing,
+    plain_callable,
+    real_tensors,
+    tangent_like,
+    trace_functional,
+    trace_joint,
+    traces_here,
+    was_written,
+)
+
+__all__ = [
+    "TRACED_KERNELS",
+    "BackendError",
+    "Replacement",
+    "TraceFailed",
+    "boxed",
+    "break_reason",
+    "casts_automatically",
+    "checkpointed",
+    "compile_settings",
+    "composite",
+    "constructed_as",
+    "dynamo_compile",
+    "eager_operators",
+    "fake_mode",
+    "fake_window",
+    "first_value",
+    "given",
+    "graph_break",
+    "graph_in_place_of",
+    "guard_hooks",
+    "has_ranks",
+    "is_plain_fake",
+    "is_transformed",
+    "keeps_graph",
+    "last_traced_node",
+    "outside_tracing",
+    "pin_sizes",
+    "plain_callable",
+    "plain_partition",
+    "primals",
+    "real_tensors",
+    "replaced_readers",
+    "returned_outputs",
+    "running_node",
+    "saves_unchecked",
+    "shell",
+    "takes_apart_tensors",
+    "tangent_like",
+    "trace_functional",
+    "trace_joint",
+    "traced_as",
+    "traced_code",
+    "traces_here",
+    "unchecked_last",
+    "warn_of_recurrent_layers",
+    "was_written",
+    "whole_graphs",
+]

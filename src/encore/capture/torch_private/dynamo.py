@@ -1,0 +1,149 @@
+"""Dynamo: calling it, why it ended a graph, what it guards on, and errors that pass through it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._dynamo.callback
+import torch._dynamo.external_utils
+import torch._dynamo.trace_rules
+from torch import fx
+from torch._dynamo import eval_frame
+from torch._dynamo.exc import ShortenTraceback, TorchRuntimeError
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.utils import counters as dynamo_counters
+from torch._guards import TracingContext
+
+log = logging.getLogger("encore")
+
+
+def pin_sizes(module: fx.GraphModule) -> None:
+    """Guard every symbolic size of the inputs to the number it has now: each shape gets a plan of its own."""
+    for node in module.graph.find_nodes(op="placeholder"):
+        example = node.meta.get("example_value")
+        if isinstance(example, torch.SymInt | torch.SymFloat):
+            _pin(example)
+        elif isinstance(example, torch.Tensor):
+            for size in (*example.shape, *example.stride(), example.storage_offset()):
+                _pin(size)
+
+
+def _pin(size: Any) -> None:
+    if isinstance(size, torch.SymInt):
+        int(size)
+    elif isinstance(size, torch.SymFloat):
+        float(size)
+
+
+def traced_code() -> list[CodeType]:
+    """The code of every function that Dynamo has traced for the graph that the backend is called with."""
+    return TracingContext.get_traced_code() or []
+
+
+GIVEN_REASON = re.compile(r"wrapped with `torch.compiler.disable` \(reason: (encore: .*?)\)|Message: (encore: .*)")
+"""A reason that Encore itself gave for a graph break."""
+
+
+def break_reason(module: fx.GraphModule) -> tuple[str, str] | None:
+    """Why Dynamo ended this graph before the function's end: (reason, `file.py:line`), or None."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    line = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" if frame else ""
+    given = GIVEN_REASON.search(str(reason.reason))
+    if given is not None:
+        return ((given[1] or given[2]).strip().removeprefix("encore: "), line)
+    lines = [text.strip() for text in str(reason.reason).splitlines()]
+    reasons = [
+        text for text in lines if text and not text.startswith(("Hint:", "Developer debug context:", "For more"))
+    ]
+    return ("; ".join(reasons[:2]) or "unknown", line)
+
+
+def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], limit: int) -> Callable[..., Any]:
+    """`torch.compile` with one graph a shape, and a limit of its own on their number."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, torch.nn.Module) and torch._dynamo.trace_rules.check(owner.forward):
+        # The forward of a class of PyTorch's own (nn.Sequential, nn.LSTM): Dynamo skips such frames unless inlined.
+        function = torch._dynamo.external_utils.wrap_inline(function)
+    compile_: Callable[..., Any] = torch.compile  # its type stubs miss the last two arguments
+    return compile_(function, backend=backend, dynamic=False, recompile_limit=limit, isolate_recompiles=True)
+
+
+def whole_graphs() -> Any:
+    """Set Dynamo, for this thread alone, to trace `nn.LSTM`, `nn.GRU` and `nn.RNN` instead of breaking the graph there,
+    not to cut the graph into DDP's buckets, since a plan covers the whole model, and to guard on hooks of modules."""
+    return torch._dynamo.config.patch(allow_rnn=True, optimize_ddp=False, skip_nnmodule_hook_guards=False)
+
+
+HOOKS_OF_ALL_MODULES = re.compile(r"\b_global_(forward|backward)(_pre)?_hooks\b\W*$")
+"""The end of the name of a source: the hooks of `register_module_forward_hook` and similar functions."""
+
+
+def guard_hooks() -> None:
+    """Inside a Dynamo backend: trace again once hooks are added to a module or to all modules, or removed. Dynamo's
+    default is to assume that modules without hooks stay without (`skip_nnmodule_hook_guards`), and it has no guard for
+    hooks of all modules."""
+    context = TracingContext.try_get()
+    if context is None:  # the backend was called without Dynamo
+        return
+    guards = context.guards_context.dynamo_guards
+    for guard in list(guards):
+        none_yet = guard.inner_create_fn() is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT
+        if none_yet or HOOKS_OF_ALL_MODULES.search(guard.name):
+            guards.add(guard.originating_source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
+
+
+def warn_of_recurrent_layers(backend: Callable[..., Any], warn: Callable[[], None]) -> None:
+    """Call `warn` once Dynamo has skipped `nn.LSTM`, `nn.GRU` or `nn.RNN` in a process that runs `torch.compile` for
+    this backend. Dynamo skips the whole function around such a layer, and never calls the backend for it."""
+    warned = False
+    seen = _skipped_layers()
+
+    def look(_: Any) -> None:
+        nonlocal warned, seen
+        before, seen = seen, _skipped_layers()
+        more = seen > before or 0 < seen < before  # less: the counters were reset
+        asked_for = any(getattr(known, "compiler_fn", None) is backend for known in eval_frame.cached_backends.values())
+        if asked_for and more and not warned and not torch._dynamo.config.allow_rnn:
+            warned = True
+            try:
+                warn()
+            except Warning as warning:  # made an error: raised here, it would leave Dynamo's callbacks pending for good
+                log.warning("%s", warning)
+
+    torch._dynamo.callback.callback_handler.register_end_callback(look)
+
+
+RECURRENT_LAYER = "Attempted to wrap RNN, GRU, or LSTM"
+
+
+def _skipped_layers() -> int:
+    """How often Dynamo has skipped a recurrent layer, for any backend, since it was reset."""
+    return sum(count for reason, count in dynamo_counters["unimplemented"].items() if RECURRENT_LAYER in reason)
+
+
+class BackendError(ShortenTraceback):
+    """Carries an error of a backend through Dynamo, which wraps all others in `BackendCompilerFailed`: where the
+    compiled function was called, Dynamo raises what `remove_dynamo_frames` returns."""
+
+    def __init__(self, error: Exception, *, keep_frames: bool) -> None:
+        super().__init__(str(error), first_useful_frame=None)
+        self.error = error
+        self.keep_frames = keep_frames or torch._dynamo.config.verbose
+
+    def remove_dynamo_frames(self) -> Any:
+        if not self.keep_frames:  # frames keep the tensors of the failed call alive
+            self.__traceback__ = self.error.__traceback__ = None
+        return self.error
+
+
+TraceFailed = TorchRuntimeError
+"""An operator of the user's code rejected its operands while it was traced."""

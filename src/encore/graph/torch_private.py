@@ -1,0 +1,19 @@
+"""The private API of PyTorch that graphs, and the rooms built on them, use; torch is pinned for its sake.
+
+Operators of graphs are `OpOverload`s, arguments are flattened by `pytree`, and shapes are computed on fake tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+__all__ = ["FakeTensor", "FakeTensorMode", "OpOverload", "packet_name", "pytree"]
+
+
+def packet_name(target: Any) -> str:
+    """The name of an operator without its overload; empty for a target that is no operator of PyTorch's dispatcher."""
+    return target.overloadpacket.__name__ if isinstance(target, OpOverload) else ""
