@@ -111,5 +111,5 @@ def _trained(model: nn.Module) -> nn.Module:
 
 
 def test_without_the_table_nothing_knows_it() -> None:
-    with pytest.raises(encore.OptionError, match="'narrow' is not a way"):
+    with pytest.raises(encore.OptionError, match="'narrow' is not a method"):
         encore.compile(Tower(), methods="narrow")
