@@ -78,7 +78,8 @@ class Tangents:
         self.gradients = [reach.get(node, self.everything) for node in flat[num_outputs:]]
         """For each gradient that the graph makes, the tangents it depends on. One that depends on none (the zeros of
         `torch.normal`) is made for whichever is given, as in eager."""
-        self.joint = torch_private.graph_in_place_of(joint, _lean_copy(graph)) if self.optional else None
+        self.joint = torch_private.graph_in_place_of(joint, _lean_copy(graph))
+        """The whole graph, with no more about its nodes than planning it again takes."""
 
     @property
     def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
@@ -94,12 +95,11 @@ class Tangents:
         return frozenset(number for number, name in enumerate(self.names) if name in names)
 
     def require_all(self) -> None:
-        """The graph is not to be cut down: forget it."""
-        self.optional, self.joint = False, None
+        """The graph is not to be cut down."""
+        self.optional = False
 
     def only(self, used: Collection[int]) -> fx.GraphModule:
         """The joint graph that takes these tangents and no others."""
-        assert self.joint is not None
         if self.everything.issubset(used):
             return self.joint
         graph = self.joint.graph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import types
 import warnings
 from collections.abc import Callable
@@ -27,6 +28,7 @@ class CompiledCall:
         functools.update_wrapper(self, plain, updated=())
         self.plain = plain
         self.session = session
+        session.codes |= _codes_of(plain)
         self._planned = self._compile()
         self._pads_whole = True
         """Is every batch padded no further than to its longest sequence, as far as is known?"""
@@ -126,3 +128,16 @@ class CompiledCall:
         self._told_it_ran_plain = True
         self.session.why_plain = why
         warnings.warn(f"encore: {self.session.name} {why}", stacklevel=3)
+
+
+def _codes_of(plain: Callable[..., Any]) -> frozenset[types.CodeType]:
+    """The code in which Dynamo starts if it captures the callable as a whole."""
+    owner = getattr(plain, "__self__", None)
+    functions = [plain, getattr(plain, "__func__", None), torch._dynamo.external_utils.wrap_inline(plain)]
+    if isinstance(owner, torch.nn.Module):
+        functions += [type(owner).forward, owner.forward]
+    unwrapped = (inspect.unwrap(function) for function in functions if function is not None)
+    codes = (
+        getattr(getattr(function, "__func__", function), "__code__", None) for function in (*unwrapped, *functions)
+    )
+    return frozenset(code for code in codes if code is not None)

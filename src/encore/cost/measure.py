@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from encore.cost.allocator import AllocatorEvents, profiler_is_running
+from encore.cost.observation import Observation
 from encore.errors import EncoreError
 
 
@@ -40,6 +41,7 @@ class Measurement:
 
 def measure(function: Callable[[], Any]) -> Measurement:
     """Call the function once and tell what it allocated and how long it took."""
+    Observation.end_running()
     if profiler_is_running():
         raise EncoreError("encore.measure reads PyTorch's profiler, and one is running already; measure outside of it")
     gc.collect()  # garbage in cycles would be released somewhere inside

@@ -1,0 +1,60 @@
+"""The plans of a graph for the calls of a step: what each takes, and the callables that run it, built when asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from encore.compiler.variants import Variant
+from encore.options import Lossy
+from encore.plan import Offer, Plan
+from encore.plan.calls import CallCosts
+
+MOST_PLANS = 12
+"""Plans of one graph that a step chooses from."""
+
+
+class CallPlans:
+    """The candidates of one graph that no other candidate beats in saved bytes, peaks and seconds."""
+
+    def __init__(self, offers: Sequence[Offer], kept: Plan, seconds: float, build: Callable[[Offer], Variant]) -> None:
+        self.kept = kept
+        """The plan that changes nothing."""
+        self.unplanned = CallCosts.of(kept, seconds)
+        self._build = build
+        looked_at = [(CallCosts.of(offer.plan, seconds * (1 + offer.overhead)), offer) for offer in _spread(offers)]
+        worth: list[tuple[CallCosts, Offer]] = []
+        for cost, offer in looked_at:
+            if not any(other.dominates(cost) for other, _ in worth):
+                worth = [(other, its) for other, its in worth if not cost.dominates(other)]
+                worth.append((cost, offer))
+        self.costs = [cost for cost, _ in worth]
+        self._offers = [offer for _, offer in worth]
+        self.variant = functools.cache(self._variant)
+        """The callables of a plan, by its number."""
+
+    @property
+    def leanest(self) -> int:
+        """The plan that takes least if its saved bytes count as much as its peak."""
+        return min(range(len(self.costs)), key=lambda number: _size(self.costs[number]))
+
+    def _variant(self, number: int) -> Variant:
+        return self._build(self._offers[number])
+
+
+def _size(cost: CallCosts) -> tuple[int, float]:
+    return cost.saved + max(cost.forward_peak, cost.backward_peak), cost.seconds
+
+
+def _spread(offers: Sequence[Offer]) -> list[Offer]:
+    """At most so many candidates, from the fastest to the smallest, both ends included."""
+    ordered = sorted(dict.fromkeys(offers), key=lambda offer: (offer.overhead, offer.step_peak))
+    if len(ordered) <= MOST_PLANS:
+        return ordered
+    last = len(ordered) - 1
+    return [ordered[number * last // (MOST_PLANS - 1)] for number in range(MOST_PLANS)]
+
+
+def unbounded(lossy: Lossy) -> Lossy:
+    """The lossy codecs that may be used without measuring their effect on the gradients of a whole step."""
+    return Lossy() if lossy.bound is not None else lossy
