@@ -1,4 +1,4 @@
-"""The plans of a graph for the calls of a step: what each takes, and the callables that run it, built when asked for."""
+"""The plans of a graph for the calls of a step: what each takes, and the callables that run it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 from encore.compiler.variants import Variant
 from encore.options import Lossy
-from encore.plan import Offer, Plan
+from encore.plan import Offer, Plan, worth_having
 from encore.plan.calls import CallCosts
 
-MOST_PLANS = 12
-"""Plans of one graph that a step chooses from."""
+MOST_PLANS = 7
+"""Plans that are built of each search: from the fastest to the smallest."""
+LOOKED_AT = 3
+"""Of these, the smallest: their order is nearly that of their peaks."""
 
 
 class CallPlans:
@@ -22,7 +24,9 @@ class CallPlans:
         """The plan that changes nothing."""
         self.unplanned = CallCosts.of(kept, seconds)
         self._build = build
-        looked_at = [(CallCosts.of(offer.plan, seconds * (1 + offer.overhead)), offer) for offer in _spread(offers)]
+        looked_at = [
+            (CallCosts.of(offer.plan, seconds * (1 + offer.overhead)), offer) for offer in dict.fromkeys(offers)
+        ]
         worth: list[tuple[CallCosts, Offer]] = []
         for cost, offer in looked_at:
             if not any(other.dominates(cost) for other, _ in worth):
@@ -46,13 +50,13 @@ def _size(cost: CallCosts) -> tuple[int, float]:
     return cost.saved + max(cost.forward_peak, cost.backward_peak), cost.seconds
 
 
-def _spread(offers: Sequence[Offer]) -> list[Offer]:
-    """At most so many candidates, from the fastest to the smallest, both ends included."""
-    ordered = sorted(dict.fromkeys(offers), key=lambda offer: (offer.overhead, offer.step_peak))
-    if len(ordered) <= MOST_PLANS:
-        return ordered
-    last = len(ordered) - 1
-    return [ordered[number * last // (MOST_PLANS - 1)] for number in range(MOST_PLANS)]
+def few(offers: Sequence[Offer]) -> list[Offer]:
+    """A few of the candidates of one search, the fastest and the smallest among them."""
+    worth = worth_having(offers)
+    smallest = sorted(offers, key=lambda offer: (offer.step_peak, offer.overhead))[:LOOKED_AT]
+    count = min(MOST_PLANS - LOOKED_AT, len(worth))
+    between = [worth[number * (len(worth) - 1) // max(1, count - 1)] for number in range(count)]
+    return list(dict.fromkeys([offers[0], *between, *smallest]))
 
 
 def unbounded(lossy: Lossy) -> Lossy:

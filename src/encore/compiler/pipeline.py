@@ -26,7 +26,7 @@ import torch
 from encore.capture import torch_private
 from encore.codecs import CODECS, Densities, Share
 from encore.compiler.bounded_codecs import BoundedCodecs
-from encore.compiler.call_plans import CallPlans, unbounded
+from encore.compiler.call_plans import CallPlans, few, unbounded
 from encore.compiler.captured import Captured
 from encore.compiler.forms import Forms, fused, rewrite_for_speed
 from encore.compiler.fuse import FusedPlan, kernels_of
@@ -228,7 +228,7 @@ def search_plans(candidates: Candidates) -> Candidates:
     offers = menu(planners)
     if forms.captured.calls:
         several = [planner.informed(calls=forms.captured.calls + 1) for planner in planners]
-        offers += menu(several)[1:]
+        offers = few(offers) + few(menu(several))
     return dataclasses.replace(candidates, forms=forms, offers=tuple(offers))
 
 

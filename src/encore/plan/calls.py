@@ -188,5 +188,4 @@ def _cell(numbers: Numbers) -> NDArray[np.int64]:
 def _not_beaten(kept: Numbers, needed: Numbers, spent: Numbers) -> NDArray[np.bool_]:
     no_more = (kept[:, None] <= kept) & (needed[:, None] <= needed) & (spent[:, None] <= spent)
     less = (kept[:, None] < kept) | (needed[:, None] < needed) | (spent[:, None] < spent)
-    beaten: NDArray[np.bool_] = np.logical_and(no_more, less).any(axis=0)
-    return np.logical_not(beaten)
+    return np.array(~(no_more & less).any(axis=0), dtype=bool)
