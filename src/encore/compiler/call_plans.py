@@ -33,6 +33,7 @@ class CallPlans:
                 worth = [(other, its) for other, its in worth if not cost.dominates(other)]
                 worth.append((cost, offer))
         self.costs = [cost for cost, _ in worth]
+        """What each plan takes, with its kernels as they were compiled once its callables are built."""
         self._offers = [offer for _, offer in worth]
         self.variant = functools.cache(self._variant)
         """The callables of a plan, by its number."""
@@ -43,7 +44,9 @@ class CallPlans:
         return min(range(len(self.costs)), key=lambda number: _size(self.costs[number]))
 
     def _variant(self, number: int) -> Variant:
-        return self._build(self._offers[number])
+        variant = self._build(self._offers[number])
+        self.costs[number] = CallCosts.of(variant.captured.plan, self.costs[number].seconds)
+        return variant
 
 
 def _size(cost: CallCosts) -> tuple[int, float]:

@@ -7,8 +7,8 @@ in three steps:
 1. The first step runs with the plans that save least. Its calls are recorded: which call made the tensors that another
    one reads, and which outputs are still alive when.
 2. The second step runs with the plans of the lowest peak for these calls, and is observed: the allocator's events give
-   what is alive at the begin and end of every call, plain code included. A budget below the lowest peak is an error
-   before it.
+   what is alive at the begin and end of every call, plain code included. If captured graphs alone take more than the
+   budget, that is an error after it.
 3. All calls are planned together for the budget (`plan/calls.py`), around what was observed. If a step with these plans
    takes another peak than predicted, they are planned once more. Then the plans stay.
 
@@ -23,6 +23,7 @@ ranks each graph is planned when it is captured.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 import weakref
@@ -36,7 +37,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from encore.capture import torch_private
 from encore.cost.observation import Observation, Segment
-from encore.errors import BudgetError
 from encore.graph import Role
 from encore.plan.budget import budget_error, stack_plans
 from encore.plan.calls import Around, CallCosts, SharedBudget, SharedChoice, received_bytes
@@ -251,28 +251,31 @@ class StepPlanner:
         counts = Counter(call.runner for call in calls)
         plans = {runner: runner.call_plans(count) for runner, count in counts.items()}
         around = arounds(calls, segments)
-        found = SharedBudget(around, [plans[call.runner].costs for call in calls])
         program.rounds += 1
-        program.floor = found.floor
         program.resident = stack_plans([plans[runner].kept for runner in counts]).resident
         program.resident += self.session.options.resident
         program.unplanned = step_peak(around, [plans[call.runner].unplanned for call in calls])
         program.limit = self._limit(program)
-        chosen = found.lowest() if program.limit is None else found.within(program.limit - program.resident)
-        if chosen is None and segments is None:
-            raise self._no_plan(program, found.lowest(), plans, calls)
-        if chosen is None or program.rounds == 1:
-            chosen = found.lowest()
-        program.shared = chosen
-        program.variants = tuple(
-            plans[call.runner].variant(number) for call, number in zip(calls, chosen.plans, strict=True)
-        )
+        settled = False
+        while not settled:  # compiled kernels may take other workspaces than was predicted
+            found = SharedBudget(around, [plans[call.runner].costs for call in calls])
+            program.floor = found.floor
+            shared = None if program.limit is None else found.within(program.limit - program.resident)
+            if shared is None and program.limit is not None and program.rounds > 1:
+                self._require_room(program, found.lowest(), plans, calls, around)
+            if shared is None or program.rounds == 1:
+                shared = found.lowest()
+            picked = [(plans[call.runner], number) for call, number in zip(calls, shared.plans, strict=True)]
+            before = [of_graph.costs[number] for of_graph, number in picked]
+            program.variants = tuple(of_graph.variant(number) for of_graph, number in picked)
+            program.shared = shared
+            settled = before == [of_graph.costs[number] for of_graph, number in picked]
         self._follow(program)
         log.info(
             "a step of %d calls of %d graphs: peak %s, everything kept %s, %d plans",
             len(calls),
             len(counts),
-            bytes_text(chosen.step_peak),
+            bytes_text(0 if program.shared is None else program.shared.step_peak),
             bytes_text(program.unplanned),
             len(set(map(id, program.variants))),
         )
@@ -292,16 +295,25 @@ class StepPlanner:
             if known is None or len(known.calls) <= len(program.calls):
                 self._followers[beginning] = program
 
-    def _no_plan(
-        self, program: Program, lowest: SharedChoice, plans: Mapping[GraphRunner, CallPlans], calls: Sequence[Call]
-    ) -> BudgetError:
+    def _require_room(
+        self,
+        program: Program,
+        lowest: SharedChoice,
+        plans: Mapping[GraphRunner, CallPlans],
+        calls: Sequence[Call],
+        around: Sequence[Around],
+    ) -> None:
+        """Raise if captured graphs alone exceed the budget; if plain code does, the settled step is warned of."""
         assert program.limit is not None
-        floor, tiers = lowest.step_peak + program.resident, bool(self.session.options.tiers)
         costs = [plans[call.runner].costs[number] for call, number in zip(calls, lowest.plans, strict=True)]
+        captured = step_peak([dataclasses.replace(one, between=0) for one in around], costs)
+        if captured + program.resident <= program.limit:
+            return
+        floor, tiers = lowest.step_peak + program.resident, bool(self.session.options.tiers)
         largest = max(range(len(calls)), key=lambda place: costs[place].backward_peak)
         plan = plans[calls[largest].runner].variant(lowest.plans[largest]).captured.plan
         what = f"this step of {len(calls)} calls of {len(plans)} graphs"
-        return budget_error(plan, self.session.options.budget, program.limit, floor, tiers=tiers, what=what)
+        raise budget_error(plan, self.session.options.budget, program.limit, floor, tiers=tiers, what=what)
 
     def _warn_if_exceeded(self, program: Program) -> None:
         shared, limit = program.shared, program.limit
