@@ -64,7 +64,8 @@ class Tangents:
         self.gradients = [reach.get(node, self.everything) for node in flat[num_outputs:]]
         """For each gradient that the graph computes, the tangents it depends on. One that depends on none (the zeros of
         `torch.normal`) is computed for any set of tangents, as in eager."""
-        self.joint = torch_private.graph_in_place_of(joint, _lean_copy(graph)) if self.optional else None
+        self.joint = torch_private.graph_in_place_of(joint, _lean_copy(graph))
+        """The whole graph, with no more about its nodes than planning it again takes."""
 
     @property
     def kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
@@ -80,12 +81,11 @@ class Tangents:
         return frozenset(number for number, name in enumerate(self.names) if name in names)
 
     def require_all(self) -> None:
-        """Declare that the graph cannot be cut down, and free it."""
-        self.optional, self.joint = False, None
+        """Declare that the graph cannot be cut down."""
+        self.optional = False
 
     def only(self, used: Collection[int]) -> fx.GraphModule:
         """Return the joint graph with these tangents and no others."""
-        assert self.joint is not None
         if self.everything.issubset(used):
             return self.joint
         graph = self.joint.graph

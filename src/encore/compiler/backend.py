@@ -23,10 +23,11 @@ from encore.capture.call_trace import NotRepeatableError
 from encore.capture.recurrent import lifting
 from encore.capture.repeats import Repeats, trace_repeats
 from encore.capture.unused_outputs import NotOptionalError, Tangents, Used, can_run_again
+from encore.compiler.call_plans import CallPlans
 from encore.compiler.captured import Captured
 from encore.compiler.first_call import CheckedCall
 from encore.compiler.notes import capture_notes
-from encore.compiler.pipeline import compile_captured
+from encore.compiler.pipeline import compile_captured, plan_calls
 from encore.compiler.session import CapturedGraph, PlainGraph, Session
 from encore.compiler.stage_clock import StageClock, collector_paused
 from encore.compiler.variants import GraphRunner, Variant
@@ -117,6 +118,8 @@ class GraphCompilation:
         self.returned: list[bool] = []
         self.ended = ("", "")
         """Why the graph ended before the model did, and where."""
+        self.shares = False
+        """Whether the step has other calls than one of this graph, as far as Dynamo shows."""
         since, now = session.waiting_since, time.perf_counter()
         self.clock = StageClock(None if since is None else {"dynamo": now - since})
 
@@ -170,6 +173,7 @@ class GraphCompilation:
             return torch_private.plain_partition(joint, num_outputs)
         self.number = len(self.session.graphs)
         self.ended = torch_private.break_reason(self.module) or ("", "")
+        self.shares = bool(self.ended[0]) or not self.session.is_whole(torch_private.traced_code())
         tangents = Tangents(joint, num_outputs)
         used = self._first_used(tangents, graph)
         expected = joint if used == tangents.everything else tangents.only(used)
@@ -177,9 +181,18 @@ class GraphCompilation:
         self.clock.lap("facts")
         primals = torch_private.given(joint, self.inputs)
         before = self.session.graphs_of_step_so_far()
-        first = self._compile(expected, graph, used, primals, before, self.session.options)
+        calls = 1 if self.shares and self.session.step.is_wanted else 0
+        captured = self._captured(expected, graph, used, primals, before, self.session.options, calls)
+        first = compile_captured(captured, self.clock)
         self.session.graphs.append(first.captured)
-        self.runner = GraphRunner(self.session, tangents, first, functools.partial(self._plan_later, tangents))
+        self.runner = GraphRunner(
+            self.session,
+            tangents,
+            first,
+            functools.partial(self._plan_later, tangents),
+            functools.partial(self._plan_calls, tangents),
+            is_whole=not self.shares,
+        )
         schedule = first.captured.plan.schedule
         return torch_private.shell(joint, num_outputs, [schedule.graph.values[value] for value in schedule.saved])
 
@@ -228,11 +241,20 @@ class GraphCompilation:
                 joint = tangents.only(used)
             graph = self._facts(joint)
             self.clock.lap("facts")
-            variant = self._compile(joint, graph, used, primals, before, options)
+            calls = 1 if self.shares and session.step.is_wanted else 0
+            captured = self._captured(joint, graph, used, primals, before, options, calls)
+            variant = compile_captured(captured, self.clock)
         session.graphs[self.number] = variant.captured
         return variant
 
-    def _compile(
+    def _plan_calls(self, tangents: Tangents, used: Used, count: int) -> CallPlans:
+        """Plan so many calls of the graph in one step."""
+        with torch_private.compile_settings(), collector_paused():
+            joint = tangents.only(used)
+            captured = self._captured(joint, self._facts(joint), used, (), (), self.session.options, count)
+            return plan_calls(captured, StageClock())
+
+    def _captured(
         self,
         joint: fx.GraphModule,
         graph: Graph,
@@ -240,9 +262,10 @@ class GraphCompilation:
         primals: Sequence[Any],
         before: Sequence[CapturedGraph],
         options: Options,
-    ) -> Variant:
-        """Compile the joint graph, cut down to a set of gradients, by the pipeline."""
-        captured = Captured(
+        calls: int = 0,
+    ) -> Captured:
+        """The joint graph, cut down to a set of gradients, as the pipeline takes it."""
+        return Captured(
             session=self.session,
             options=options,
             name=self.name,
@@ -256,8 +279,8 @@ class GraphCompilation:
             break_line=self.ended[1],
             lifted=bool(self.lifted),
             notes=tuple(self.notes),
+            calls=calls,
         )
-        return compile_captured(captured, self.clock)
 
     def forward_callable(self, module: fx.GraphModule) -> Callable[..., Any]:
         if self.runner is None:

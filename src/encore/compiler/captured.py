@@ -41,6 +41,8 @@ class Captured:
     """Whether recurrent layers were replaced by Encore's operators while it was traced."""
     notes: tuple[str, ...]
     """Why a promise may not hold for it."""
+    calls: int = 0
+    """How many of its calls share the budget of a step; 0 if one call of it is the step."""
 
     @property
     def exact(self) -> bool:

@@ -27,6 +27,7 @@ class CompiledCall:
         functools.update_wrapper(self, plain, updated=())
         self.plain = plain
         self.session = session
+        session.codes |= torch_private.outermost_codes(plain)
         self._planned = self._compile()
         self._pads_whole = True
         """Whether every batch so far was padded no further than to its longest sequence."""

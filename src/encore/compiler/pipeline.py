@@ -14,6 +14,7 @@ Each stage is a function from one frozen value to the next. Stages are timed; `E
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import warnings
@@ -25,6 +26,7 @@ import torch
 from encore.capture import torch_private
 from encore.codecs import CODECS, Densities, Share
 from encore.compiler.bounded_codecs import BoundedCodecs
+from encore.compiler.call_plans import CallPlans, few, unbounded
 from encore.compiler.captured import Captured
 from encore.compiler.forms import Forms, fused, rewrite_for_speed
 from encore.compiler.fuse import FusedPlan, kernels_of
@@ -40,6 +42,7 @@ from encore.errors import BudgetError, CheckError, IllegalGraphError
 from encore.fates import Recompute, recomputable
 from encore.graph import verify_graph
 from encore.lower import lower
+from encore.options import Budget
 from encore.plan import (
     GraphPlan,
     Offer,
@@ -98,6 +101,9 @@ def compile_captured(captured: Captured, clock: StageClock) -> Variant:
     """All stages, in order."""
     verify_graph(captured.graph)
     clock.lap("verify")
+    if captured.calls:
+        plans = plan_calls(captured, clock)
+        return plans.variant(plans.leanest)
     with torch_private.real_tensors():
         unplanned = keep_all(captured)
         fitting = plan_within_budget(captured, unplanned, clock)
@@ -106,6 +112,40 @@ def compile_captured(captured: Captured, clock: StageClock) -> Variant:
     fitting = with_saving_order(fitting)
     clock.lap("compile")
     variant = lower_plan(fitting, unplanned, clock)
+    _log_graph(variant.captured)
+    return variant
+
+
+# -- graphs that share a budget with others, or with calls of their own --------------------------------------------
+
+
+def plan_calls(captured: Captured, clock: StageClock) -> CallPlans:
+    """The plans of a graph that is one of several calls in a step, for the step to choose from."""
+    floor = dataclasses.replace(captured.options, budget=Budget(), lossy=unbounded(captured.options.lossy))
+    captured = dataclasses.replace(captured, options=floor)
+    with torch_private.real_tensors():
+        unplanned = keep_all(captured)
+        with collector_paused():
+            forms = Forms.of(captured, unplanned, rewrite_for_speed(captured, unplanned))
+            candidates = find_candidates(forms)
+        captured.session.workspaces.save()
+        captured.session.seconds.save()
+    clock.lap("plan")
+    return CallPlans(
+        candidates.offers,
+        unplanned,
+        candidates.forms.first.kept_seconds,
+        functools.partial(_built, candidates, unplanned, clock),
+    )
+
+
+def _built(candidates: Candidates, unplanned: Plan, clock: StageClock, offer: Offer) -> Variant:
+    """Two callables that run a candidate."""
+    captured = candidates.forms.captured
+    with torch_private.compile_settings(), torch_private.real_tensors():
+        found = fuse_candidate(candidates, offer)
+    clock.lap("compile")
+    variant = lower_plan(with_saving_order(Fitting(captured, candidates, Chosen(offer), found)), unplanned, clock)
     _log_graph(variant.captured)
     return variant
 
@@ -185,7 +225,11 @@ def search_plans(candidates: Candidates) -> Candidates:
     """Search all forms of the graph."""
     forms, lean = candidates.forms.with_lean()
     planners = [form for one in (forms.first, lean) if one is not None for form in forms.all_slices(one)]
-    return dataclasses.replace(candidates, forms=forms, offers=tuple(menu(planners)))
+    offers = menu(planners)
+    if forms.captured.calls:
+        several = [planner.informed(calls=forms.captured.calls + 1) for planner in planners]
+        offers = few(offers) + few(menu(several))
+    return dataclasses.replace(candidates, forms=forms, offers=tuple(offers))
 
 
 def _checkpointed(planner: Planner, as_it_is: Offer, by_hand: Collection[str]) -> Offer:

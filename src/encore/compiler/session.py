@@ -10,8 +10,9 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from encore.checking import checks_enabled
 from encore.compiler.bypass import BypassWatch
 from encore.compiler.lossy_check import LossyCheck
+from encore.compiler.step import StepPlanner
 from encore.compiler.watch import CodeWatch
 from encore.cost import LinkLessons, Seconds, Workspaces, assumed_link, known_link, link_to
 from encore.fates import Link
@@ -155,6 +157,9 @@ class Session:
         self._largest_steps: dict[int, int] = {}
         """By number of graphs: the bytes that so many graphs of a step take unplanned, at most."""
         self._lock = threading.Lock()
+        self.step = StepPlanner(self)
+        self.codes: frozenset[CodeType] = frozenset()
+        """The code of the model, by which a graph of all of it is known."""
         sessions.add(self)
 
     @property
@@ -193,6 +198,7 @@ class Session:
         """The user calls the model: a step begins."""
         if self.checking:
             return
+        self.step.begin()
         self._step = []
         self.waiting_since = time.perf_counter()
 
@@ -218,6 +224,10 @@ class Session:
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """A copy of a model is compiled by itself, with the same options."""
         return Session(self.name, self.options)
+
+    def is_whole(self, traced: Sequence[CodeType]) -> bool:
+        """Return whether a graph that was traced from this code, the outermost first, is all of the model."""
+        return self.one_graph or not self.codes or not traced or traced[0] in self.codes
 
     def note_forward(self, graph: CapturedGraph) -> None:
         if self.checking:

@@ -11,12 +11,14 @@ are zeros. An input that depends on no gradient that was given gets none, as in 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +28,11 @@ from encore.compiler.session import CapturedGraph, Session
 from encore.errors import ReplayError
 from encore.graph import Graph, OpClass, Role
 from encore.lower import Lowered
+
+if TYPE_CHECKING:
+    from encore.compiler.call_plans import CallPlans
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,8 @@ class Variant:
         return self.captured.plan.schedule.graph
 
 
+PlanCalls = Callable[[Used, int], "CallPlans"]
+"""Plans for so many calls of the graph in one step, for a set of gradients."""
 PlanVariant = Callable[[Used, Sequence[Any], bool], Variant]
 """Plan the graph for a set of gradients, given its inputs; True if it is planned in backward."""
 
@@ -48,12 +57,25 @@ PlanVariant = Callable[[Used, Sequence[Any], bool], Variant]
 class GraphRunner:
     """What AOTAutograd calls for one graph."""
 
-    def __init__(self, session: Session, tangents: Tangents, first: Variant, plan: PlanVariant) -> None:
+    def __init__(
+        self,
+        session: Session,
+        tangents: Tangents,
+        first: Variant,
+        plan: PlanVariant,
+        plan_calls: PlanCalls,
+        *,
+        is_whole: bool,
+    ) -> None:
         self.session = session
         self.tangents = tangents
         self.current = first
         self.variants = {first.used: first}
         self._plan = plan
+        self._plan_calls = functools.cache(plan_calls)
+        self.number = next(_numbers)
+        self.is_whole = is_whole
+        """Whether one call of the graph is one call of the model."""
         self.place = len(session.plans_of_step_so_far())
         """How many graphs of the step run before this one."""
 
@@ -67,8 +89,9 @@ class GraphRunner:
         session = self.session
         if session.one_graph:
             session.begin_call()
-        variant = self._expected(args)
+        variant = session.step.variant(self) or self._expected(args)
         captured = variant.captured
+        call = None if session.checking else session.step.forward_begins(self, captured, args)
         session.note_forward(captured)
         node = torch_private.running_node()
         if node is not None:
@@ -88,6 +111,7 @@ class GraphRunner:
         result = timed(args) if check is None else check.forward(timed, args)
         captured.stalled["forward"] = session.waited - before
         session.waiting_since = time.perf_counter()
+        session.step.forward_ends(call, result)
         return result
 
     def _expected(self, args: Sequence[Any]) -> Variant:
@@ -98,6 +122,10 @@ class GraphRunner:
             if not (planned and seen < self.current.used):  # a plan that was given is kept for as long as it serves
                 self.current = self._variant(seen, args, in_backward=False)
         return self.current
+
+    def call_plans(self, count: int) -> CallPlans:
+        """The plans for so many calls in one step, for the gradients seen so far."""
+        return self._plan_calls(self.session.gradients_seen.get(self.key) or self.current.used, count)
 
     def _variant(self, used: Used, args: Sequence[Any], *, in_backward: bool) -> Variant:
         if used not in self.variants:
@@ -145,6 +173,7 @@ class GraphRunner:
     def _timed_backward(self, variant: Variant, args: list[Any]) -> Any:
         session, captured = self.session, variant.captured
         session.note_backward()
+        call = None if session.checking else session.step.backward_begins(self)
         before, lessons = session.waited, captured.lessons
 
         def timed(args: list[Any]) -> Any:
@@ -159,6 +188,7 @@ class GraphRunner:
         check = None if session.checking else captured.lossy_check
         result = timed(args) if check is None else check.backward(timed, args)
         captured.stalled["backward"] = session.waited - before
+        session.step.backward_ends(call)
         return result
 
     def _learn(self, given: Used) -> None:

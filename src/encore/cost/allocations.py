@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from encore.cost.observation import Observation
 from encore.cost.torch_private import AllocatorEvents, profiler_is_running
 from encore.errors import EncoreError
 
@@ -40,6 +41,7 @@ class Measurement:
 
 def measure(function: Callable[[], Any]) -> Measurement:
     """Call the function once and return what it allocated and how long it took."""
+    Observation.end_running()
     if profiler_is_running():
         raise EncoreError(
             "encore.measure uses PyTorch's profiler, and one is running already; call it outside of that profiler"

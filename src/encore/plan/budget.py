@@ -91,7 +91,9 @@ def stack_plans(plans: Sequence[Plan]) -> Stack:
     return stack([plan.schedule.graph for plan in plans], [plan.timeline for plan in plans])
 
 
-def budget_error(plan: Plan, budget: Budget, limit: int, floor: int, *, tiers: bool = False) -> BudgetError:
+def budget_error(
+    plan: Plan, budget: Budget | None, limit: int, floor: int, *, tiers: bool = False, what: str = ""
+) -> BudgetError:
     """The refusal: how low it goes, what pins it there, what would help. `tiers` could be used already."""
     pins = pins_of(plan)
     remedies = (
@@ -102,7 +104,7 @@ def budget_error(plan: Plan, budget: Budget, limit: int, floor: int, *, tiers: b
     )
     lines = [
         f"a budget of {budget} ({bytes_text(limit)}) cannot be met: "
-        f"the lowest reachable peak is {floor} bytes ({bytes_text(floor)})",
+        f"the lowest reachable peak{what and f' of {what}'} is {floor} bytes ({bytes_text(floor)})",
         "alive at that moment:",
         *(f"  {bytes_text(pin.bytes):>10}  {pin.name} {list(pin.shape)}  {pin.module} {pin.source}" for pin in pins),
         "what helps: " + "; ".join(remedies),

@@ -18,6 +18,7 @@ from encore.fates import KINDS, Decision, Encode, Fate, Keep, Link, Offload, Rec
 from encore.fates.encode import LEAST_BYTES
 from encore.graph import Graph
 from encore.plan.admission import Admitted
+from encore.plan.calls import CallCosts
 from encore.plan.methods import Methods
 from encore.plan.offer import Fuse, Offer, by_methods, worth_having
 from encore.plan.plan import Plan, feature_maps
@@ -71,6 +72,8 @@ class Planner:
         """What is known of the data."""
         self.admitted = admitted
         """The lossy codecs that it may use, and for which activations; None: all of its methods, for any."""
+        self.calls = 1
+        """Calls of this graph whose saved bytes are there together."""
         self.reference: Planner = self if reference is None else reference.reference
         """The planner of the first form of the graph, which overheads are relative to."""
 
@@ -80,12 +83,14 @@ class Planner:
         links: Mapping[str, Link] | None = None,
         densities: Densities | None = None,
         admitted: Admitted | None = None,
+        calls: int | None = None,
     ) -> Planner:
         """A planner of the same graph that knows more; what is not given stays as it is."""
         known = copy.copy(self)
         known.links = self.links if links is None else links
         known.densities = self.densities if densities is None else densities
         known.admitted = self.admitted if admitted is None else admitted
+        known.calls = self.calls if calls is None else calls
         known.reference = known if self.reference is self else self.reference
         return known
 
@@ -119,7 +124,12 @@ class Planner:
     def _searches(self) -> Iterator[tuple[Methods, Search]]:
         """One for every set of methods that makes a difference, each with what those before have found."""
         whole = Sketch(
-            self.runs.schedule, self.runs.timeline, self.seconds, fused=self.fuse is not None, frozen=self.frozen
+            self.runs.schedule,
+            self.runs.timeline,
+            self.seconds,
+            fused=self.fuse is not None,
+            frozen=self.frozen,
+            calls=self.calls,
         )
         large = len(self.graph.ops) * MOST_OUTLINES > EVALUATED_OPS
         done: list[tuple[Methods, Search]] = []
@@ -156,11 +166,16 @@ class Planner:
     def as_it_is(self) -> Offer:
         """Keeping everything."""
         if self.reference is self:
-            return Offer(self.runs.timeline.step_peak, 0.0, build=lambda: self.kept, fuse=lambda plan: self.runs)
-        return self.offer(frozenset(), self.runs.timeline.step_peak, self._overhead(self.kept_seconds))
+            return Offer(self._peak(self.runs), 0.0, build=lambda: self.kept, fuse=lambda plan: self.runs)
+        return self.offer(frozenset(), self._peak(self.runs), self._overhead(self.kept_seconds))
 
     def _offer(self, outline: Outline) -> Offer:
         return self.offer(outline.fates, outline.peak, self._overhead(self.kept_seconds + outline.seconds))
+
+    def _peak(self, plan: Plan) -> int:
+        """The peak of a plan, on top of what other calls save."""
+        others = self.calls - 1
+        return plan.timeline.step_peak + (others * CallCosts.of(plan).saved if others else 0)
 
     def _overhead(self, seconds: float) -> float:
         return max(0.0, seconds / self.reference.kept_seconds - 1)
@@ -168,7 +183,7 @@ class Planner:
     def given(self, fates: frozenset[Fate]) -> Offer:
         """A plan that was made elsewhere."""
         plan = self._fuse_and_time(self.plan(fates))
-        return self.offer(fates, plan.timeline.step_peak, self._overhead(plan.seconds or self.kept_seconds))
+        return self.offer(fates, self._peak(plan), self._overhead(plan.seconds or self.kept_seconds))
 
     def offer(self, fates: frozenset[Fate], step_peak: int, overhead: float) -> Offer:
         """The plan that carries out these fates."""

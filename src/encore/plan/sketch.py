@@ -71,8 +71,11 @@ class Sketch:
         *,
         fused: bool,
         frozen: Collection[int] = (),
+        calls: int = 1,
     ) -> None:
         self.graph = schedule.graph
+        self.others = calls - 1
+        """Calls of the same graph that keep what this one saves, at the peak of a step of several calls."""
         self.fused = fused
         self.patience = PATIENCE if fused else PATIENCE_WITHOUT_KERNELS
         self.owner = owners(self.graph, forward_only=False)
@@ -84,6 +87,9 @@ class Sketch:
         ]
         self.first_backward = sum(phase == "forward" for phase, _, _ in items)
         self.profile = np.array([peak for _, _, peak in items] + [timeline.moments[-1].peak], dtype=np.int64)
+        between = next((moment.live for moment in timeline.moments if moment.phase == "between"), 0)
+        self.not_saved = int(self.profile[max(0, self.first_backward - 1)]) - between
+        """What the end of forward takes above what is alive after it."""
         actions = self.actions = [action for _, action, _ in items]
         self.position_of = {action.op: place for place, action in enumerate(actions) if isinstance(action, Run)}
         """Of the operators that are not in a kernel."""
@@ -264,13 +270,18 @@ class Sketch:
             seconds += fate.seconds
         profile = self.profile + np.cumsum(change[:-1]) + walk.spikes
         worst = int(profile.argmax())
+        peak = int(profile[worst])
+        if self.others:
+            end = max(0, self.first_backward - 1)
+            saved = self.others * max(0, int(profile[end]) - self.not_saved)
+            worst, peak = (end if saved > peak else worst), peak + saved
         moved = [one for one in walk.restored.values() if one.tier]
         if moved:
             seconds += self._transfers(
-                profile[worst] - profile, moved, {one.value: walk.copies[one.value][0] for one in moved}
+                profile.max() - profile, moved, {one.value: walk.copies[one.value][0] for one in moved}
             )
         recomputed = frozenset(walk.copies).difference(restored)
-        return Outline(chosen, int(profile[worst]), seconds, worst, last_use, recomputed, walk.restored, in_place)
+        return Outline(chosen, peak, seconds, worst, last_use, recomputed, walk.restored, in_place)
 
     def _transfers(self, room: Bytes, moved: Sequence[Fate], needed_at: Mapping[int, int]) -> float:
         """Seconds by which the step takes longer if these leave it and come back within its peak."""

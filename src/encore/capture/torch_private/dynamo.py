@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Callable
@@ -75,6 +76,17 @@ def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], li
         function = torch._dynamo.external_utils.wrap_inline(function)
     compile_: Callable[..., Any] = torch.compile  # its type stubs miss the last two arguments
     return compile_(function, backend=backend, dynamic=False, recompile_limit=limit, isolate_recompiles=True)
+
+
+def outermost_codes(function: Callable[..., Any]) -> frozenset[CodeType]:
+    """Return the code in which Dynamo begins if it captures the whole of a callable."""
+    owner = getattr(function, "__self__", None)
+    functions = [function, torch._dynamo.external_utils.wrap_inline(function)]
+    if isinstance(owner, torch.nn.Module):
+        functions += [type(owner).forward, owner.forward]
+    functions += [inspect.unwrap(one) for one in functions]
+    codes = (getattr(getattr(one, "__func__", one), "__code__", None) for one in functions)
+    return frozenset(code for code in codes if code is not None)
 
 
 def whole_graphs() -> Any:

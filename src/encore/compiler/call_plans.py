@@ -1,0 +1,67 @@
+"""The plans of a graph for the calls of a step: what each takes, and the callables that run it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from encore.compiler.variants import Variant
+from encore.options import Lossy
+from encore.plan import Offer, Plan, worth_having
+from encore.plan.calls import CallCosts
+
+MOST_PLANS = 7
+"""Plans that are built of each search: from the fastest to the smallest."""
+LOOKED_AT = 3
+"""Of these, the smallest: their order is nearly that of their peaks."""
+
+
+class CallPlans:
+    """The candidates of one graph that no other candidate beats in saved bytes, peaks and seconds."""
+
+    def __init__(self, offers: Sequence[Offer], kept: Plan, seconds: float, build: Callable[[Offer], Variant]) -> None:
+        self.kept = kept
+        """The plan that changes nothing."""
+        self.unplanned = CallCosts.of(kept, seconds)
+        self._build = build
+        looked_at = [
+            (CallCosts.of(offer.plan, seconds * (1 + offer.overhead)), offer) for offer in dict.fromkeys(offers)
+        ]
+        worth: list[tuple[CallCosts, Offer]] = []
+        for cost, offer in looked_at:
+            if not any(other.dominates(cost) for other, _ in worth):
+                worth = [(other, its) for other, its in worth if not cost.dominates(other)]
+                worth.append((cost, offer))
+        self.costs = [cost for cost, _ in worth]
+        """What each plan takes, with its kernels as they were compiled once its callables are built."""
+        self._offers = [offer for _, offer in worth]
+        self.variant = functools.cache(self._variant)
+        """The callables of a plan, by its number."""
+
+    @property
+    def leanest(self) -> int:
+        """The plan that takes least if its saved bytes count as much as its peak."""
+        return min(range(len(self.costs)), key=lambda number: _size(self.costs[number]))
+
+    def _variant(self, number: int) -> Variant:
+        variant = self._build(self._offers[number])
+        self.costs[number] = CallCosts.of(variant.captured.plan, self.costs[number].seconds)
+        return variant
+
+
+def _size(cost: CallCosts) -> tuple[int, float]:
+    return cost.saved + max(cost.forward_peak, cost.backward_peak), cost.seconds
+
+
+def few(offers: Sequence[Offer]) -> list[Offer]:
+    """A few of the candidates of one search, the fastest and the smallest among them."""
+    worth = worth_having(offers)
+    smallest = sorted(offers, key=lambda offer: (offer.step_peak, offer.overhead))[:LOOKED_AT]
+    count = min(MOST_PLANS - LOOKED_AT, len(worth))
+    between = [worth[number * (len(worth) - 1) // max(1, count - 1)] for number in range(count)]
+    return list(dict.fromkeys([offers[0], *between, *smallest]))
+
+
+def unbounded(lossy: Lossy) -> Lossy:
+    """The lossy codecs that may be used without measuring their effect on the gradients of a whole step."""
+    return Lossy() if lossy.bound is not None else lossy

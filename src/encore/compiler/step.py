@@ -1,0 +1,401 @@
+"""A training step as the calls it makes: of which graphs, in which order, and what is in memory around each.
+
+A budget is a bound on the whole step. A step that is one call of one graph is planned when that graph is captured.
+Code that Dynamo cuts into several graphs, or that calls one graph in a loop, is known once it has run, so it is planned
+in three steps:
+
+1. The first step runs with the plans that save least. Its calls are recorded: which call made the tensors that another
+   one reads, and which outputs are still alive when.
+2. The second step runs with the plans of the lowest peak for these calls, and is observed: the allocator's events give
+   what is alive at the begin and end of every call, plain code included. If captured graphs alone take more than the
+   budget, that is an error after it.
+3. All calls are planned together for the budget (`plan/calls.py`), around what was observed. If a step with these plans
+   takes another peak than predicted, they are planned once more. Then the plans stay.
+
+A step that makes other calls than any step before (a longer loop, another branch) is a program of its own. While it
+follows a known program call by call, it uses the plans of that one; from where it leaves all known ones, the plans that
+save least.
+
+Known shortcomings: the allocator is only observed on CPUs, and while no other profiler runs; elsewhere plain code
+counts as far as the outputs of captured graphs live on. Programs are learned by each rank for itself, so with several
+ranks each graph is planned when it is captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from encore.capture import torch_private
+from encore.cost.observation import Observation, Segment
+from encore.graph import Role
+from encore.plan.budget import budget_error, stack_plans
+from encore.plan.calls import Around, CallCosts, SharedBudget, SharedChoice, received_bytes
+from encore.units import bytes_text
+
+if TYPE_CHECKING:
+    from encore.compiler.call_plans import CallPlans
+    from encore.compiler.session import CapturedGraph, Session
+    from encore.compiler.variants import GraphRunner, Variant
+
+TOLERANCE = 0.01
+"""How far the observed peak may be from the predicted one, as a fraction, for plans to stay."""
+ROUNDS = 4
+"""How often a program is planned at most."""
+MOST_PROGRAMS = 512
+"""Programs that a session remembers; the oldest goes first."""
+
+log = logging.getLogger("encore")
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a graph in a step that ran."""
+
+    runner: GraphRunner
+    captured: CapturedGraph
+    """The plan that it ran with."""
+    reads: tuple[int, ...] = ()
+    """Storages of its inputs, by address."""
+    outputs: tuple[tuple[StorageWeakRef, int], ...] = ()
+    """Storages of its outputs that it does not save, with their bytes."""
+    marks: list[int] = field(default_factory=list)
+    """Marks of the observation: begin and end of its forward, then of its backward."""
+    alive_around: list[int] = field(default_factory=list)
+    """Bytes of outputs that are alive when its forward begins, and when its backward begins."""
+    backward_place: int = -1
+    """How many backwards ran before its own; -1 while it has not run."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether its backward may still come."""
+        return self.backward_place < 0 and any(not storage.expired() for storage, _ in self.outputs)
+
+
+@dataclass(slots=True)
+class Program:
+    """The calls of a step, by the numbers of their graphs, and how they are planned."""
+
+    calls: tuple[int, ...]
+    shared: SharedChoice | None = None
+    variants: tuple[Variant, ...] = ()
+    """One for each call."""
+    unplanned: int = 0
+    """Peak of the step with everything kept."""
+    floor: int = 0
+    resident: int = 0
+    """Bytes that are there before and after the step."""
+    observed: int | None = None
+    """Peak of the step as the allocator gave it."""
+    rounds: int = 0
+    """How often it was planned."""
+    settled: bool = False
+    limit: int | None = None
+    """The budget in bytes."""
+
+    @property
+    def is_as_predicted(self) -> bool:
+        """Return whether the peak of the latest step is what its plans predict."""
+        if self.shared is None or self.observed is None:
+            return False
+        return abs(self.observed - self.shared.step_peak) <= TOLERANCE * self.shared.step_peak
+
+
+class StepPlanner:
+    """Follows the steps of one session and plans their calls together."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self.programs: dict[tuple[int, ...], Program] = {}
+        self._followers: dict[int, Program] = {}
+        """By the hash of a beginning of a program: the longest program that begins like this."""
+        self.calls: list[Call] = []
+        """Of the running step."""
+        self._beginning = 0
+        self._backwards = 0
+        self._observation: Observation | None = None
+        self.last: Program | None = None
+
+    @property
+    def session(self) -> Session:
+        session = self._session()
+        assert session is not None, "a step outlives its session"
+        return session
+
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether there is a budget that a step of several calls must be planned for."""
+        session = self.session
+        options = session.options
+        planned = session.runs and not session.one_graph and options.plan is None
+        return planned and options.budget is not None and not torch_private.has_ranks()
+
+    # -- what a running step reports ---------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The user calls the model. If backward has run since the last call, a step is over: plan its calls."""
+        if not self.is_wanted:
+            return
+        if self._backwards:
+            self._finish()
+        else:
+            self.calls = [call for call in self.calls if call.is_pending]
+            self._beginning = _hash_of(call.runner.number for call in self.calls)
+        if not self.calls and self._should_observe():
+            self._observation = Observation.start()
+
+    def variant(self, runner: GraphRunner) -> Variant | None:
+        """The variant that the next call of a graph is planned to run; None if no program says."""
+        if not self._followers:
+            return None
+        program = self._followers.get(hash((self._beginning, runner.number)))
+        place = len(self.calls)
+        if program is None or program.calls[place] != runner.number or not program.variants:
+            return None
+        return program.variants[place]
+
+    def forward_begins(self, runner: GraphRunner, captured: CapturedGraph, args: Sequence[Any]) -> Call | None:
+        if not self.is_wanted:
+            return None
+        call = Call(runner, captured, tuple(_address(one) for one in args))
+        call.alive_around.append(self._outputs_alive())
+        self.calls.append(call)
+        self._beginning = hash((self._beginning, runner.number))
+        self._mark(call)
+        return call
+
+    def forward_ends(self, call: Call | None, results: Sequence[Any]) -> None:
+        if call is None:
+            return
+        graph = call.captured.plan.schedule.graph
+        kept = {graph.values[value].storage for value in call.captured.plan.schedule.saved}
+        found = {}
+        for value, made in zip(graph.returned, results, strict=False):
+            storage = graph.values[value].storage
+            if isinstance(made, torch.Tensor) and storage not in graph.external and storage not in kept:
+                memory = made.untyped_storage()
+                found[memory._cdata] = (StorageWeakRef(memory), memory.nbytes())
+        call.outputs = tuple(found.values())
+        self._mark(call)
+
+    def backward_begins(self, runner: GraphRunner) -> Call | None:
+        """The latest call of the graph whose backward has not run."""
+        found = (call for call in reversed(self.calls) if call.runner is runner and call.backward_place < 0)
+        call = next(found, None)
+        if call is not None:
+            call.backward_place = self._backwards
+            self._backwards += 1
+            call.alive_around.append(self._outputs_alive())
+            self._mark(call)
+        return call
+
+    def backward_ends(self, call: Call | None) -> None:
+        if call is not None:
+            self._mark(call)
+
+    def _mark(self, call: Call) -> None:
+        if self._observation is not None:
+            call.marks.append(self._observation.mark())
+
+    def _outputs_alive(self) -> int:
+        storages = {one.cdata: size for call in self.calls for one, size in call.outputs if not one.expired()}
+        return sum(storages.values())
+
+    # -- planning ----------------------------------------------------------------------------------------------------
+
+    def stop_observing(self) -> list[Segment] | None:
+        """End the observation of a step, if one runs: PyTorch has one profiler a thread."""
+        observation, self._observation = self._observation, None
+        return None if observation is None else observation.stop()
+
+    def _should_observe(self) -> bool:
+        return any(program.variants and not program.settled for program in self.programs.values())
+
+    def _finish(self) -> None:
+        calls, segments = self.calls, self.stop_observing()
+        self.calls, self._beginning, self._backwards = [], 0, 0
+        calls = [call for call in calls if call.backward_place >= 0]
+        if not calls or (len(calls) == 1 and calls[0].runner.is_whole):
+            self.last = None
+            return
+        key = tuple(call.runner.number for call in calls)
+        program = self.programs.get(key)
+        if program is None:
+            program = self.programs[key] = Program(key)
+            while len(self.programs) > MOST_PROGRAMS:
+                self.programs.pop(next(iter(self.programs)))
+        self.last = program
+        if segments is not None and all(len(call.marks) == 4 for call in calls):
+            first, last = calls[0].marks[0], max(call.marks[3] for call in calls)
+            program.observed = max(segment.peak for segment in segments[first + 1 : last + 1])
+        else:
+            segments = None
+        if not program.settled:
+            self._plan(program, calls, segments)
+
+    def _plan(self, program: Program, calls: list[Call], segments: list[Segment] | None) -> None:
+        """Choose plans for all calls: those of the lowest peak first, to be observed; then those for the budget."""
+        if program.rounds >= ROUNDS or (program.rounds > 1 and (segments is None or program.is_as_predicted)):
+            program.settled = True
+            self._warn_if_exceeded(program)
+            return
+        counts = Counter(call.runner for call in calls)
+        plans = {runner: runner.call_plans(count) for runner, count in counts.items()}
+        around = arounds(calls, segments)
+        program.rounds += 1
+        program.resident = stack_plans([plans[runner].kept for runner in counts]).resident
+        program.resident += self.session.options.resident
+        program.unplanned = step_peak(around, [plans[call.runner].unplanned for call in calls])
+        program.limit = self._limit(program)
+        settled = False
+        while not settled:  # compiled kernels may take other workspaces than was predicted
+            found = SharedBudget(around, [plans[call.runner].costs for call in calls])
+            program.floor = found.floor
+            shared = None if program.limit is None else found.within(program.limit - program.resident)
+            if shared is None and program.limit is not None and program.rounds > 1:
+                self._require_room(program, found.lowest(), plans, calls, around)
+            if shared is None or program.rounds == 1:
+                shared = found.lowest()
+            picked = [(plans[call.runner], number) for call, number in zip(calls, shared.plans, strict=True)]
+            before = [of_graph.costs[number] for of_graph, number in picked]
+            program.variants = tuple(of_graph.variant(number) for of_graph, number in picked)
+            program.shared = shared
+            settled = before == [of_graph.costs[number] for of_graph, number in picked]
+        self._follow(program)
+        log.info(
+            "a step of %d calls of %d graphs: peak %s, everything kept %s, %d plans",
+            len(calls),
+            len(counts),
+            bytes_text(0 if program.shared is None else program.shared.step_peak),
+            bytes_text(program.unplanned),
+            len(set(map(id, program.variants))),
+        )
+
+    def _limit(self, program: Program) -> int | None:
+        """The budget in bytes; None for the lowest reachable peak. A percentage is one of the largest step so far."""
+        budget = self.session.options.budget
+        if budget is None or budget.is_floor:
+            return None
+        return budget.resolve(max(one.resident + one.unplanned for one in self.programs.values()))
+
+    def _follow(self, program: Program) -> None:
+        beginning = 0
+        for number in program.calls:
+            beginning = hash((beginning, number))
+            known = self._followers.get(beginning)
+            if known is None or len(known.calls) <= len(program.calls):
+                self._followers[beginning] = program
+
+    def _require_room(
+        self,
+        program: Program,
+        lowest: SharedChoice,
+        plans: Mapping[GraphRunner, CallPlans],
+        calls: Sequence[Call],
+        around: Sequence[Around],
+    ) -> None:
+        """Raise if captured graphs alone exceed the budget; if plain code does, the settled step is warned of."""
+        assert program.limit is not None
+        costs = [plans[call.runner].costs[number] for call, number in zip(calls, lowest.plans, strict=True)]
+        captured = step_peak([dataclasses.replace(one, between=0) for one in around], costs)
+        if captured + program.resident <= program.limit:
+            return
+        floor, tiers = lowest.step_peak + program.resident, bool(self.session.options.tiers)
+        largest = max(range(len(calls)), key=lambda place: costs[place].backward_peak)
+        plan = plans[calls[largest].runner].variant(lowest.plans[largest]).captured.plan
+        what = f"this step of {len(calls)} calls of {len(plans)} graphs"
+        raise budget_error(plan, self.session.options.budget, program.limit, floor, tiers=tiers, what=what)
+
+    def _warn_if_exceeded(self, program: Program) -> None:
+        shared, limit = program.shared, program.limit
+        if shared is None or limit is None:
+            return
+        taken = max(shared.step_peak, program.observed or 0) + program.resident
+        if taken > limit:
+            warnings.warn(
+                f"encore: a step of {self.session.name} takes {bytes_text(taken)}, more than its budget of "
+                f"{bytes_text(limit)}: code outside of the captured graphs (the loss, or what Dynamo leaves to Python) "
+                "allocates the difference. Move it into the compiled model, or raise the budget to "
+                f"{bytes_text(max(program.floor + program.resident, taken))}",
+                stacklevel=2,
+            )
+
+
+def step_peak(around: Sequence[Around], costs: Sequence[CallCosts]) -> int:
+    """The peak of a step whose calls run these plans."""
+    return SharedBudget(around, [[cost] for cost in costs]).floor
+
+
+def arounds(calls: Sequence[Call], segments: Sequence[Segment] | None) -> list[Around]:
+    """What was around every call of a step that ran: as observed, or else as far as captured graphs tell."""
+    saved = [CallCosts.of(call.captured.plan).saved for call in calls]
+    if segments is None:
+        gradients = _gradients_before(calls)
+        return [
+            Around(call.alive_around[0], call.alive_around[1] + gradient)
+            for call, gradient in zip(calls, gradients, strict=True)
+        ]
+    found = []
+    for number, call in enumerate(calls):
+        before = sum(saved[:number])
+        begin, end, backward, _ = call.marks
+        given = received_bytes(call.captured.plan.schedule.graph)
+        plain = max(segments[end + 1].peak, segments[backward].peak)
+        found.append(
+            Around(
+                forward=segments[begin].end - before,
+                backward=segments[backward].end - before - saved[number] - given,
+                between=plain - before - saved[number],
+            )
+        )
+    return found
+
+
+def _gradients_before(calls: Sequence[Call]) -> list[int]:
+    """For every call, the gradients that are there when its backward begins: those of parameters, and those of outputs
+    of earlier calls, from the backwards before it."""
+    parameters: dict[object, int] = {}
+    inputs: dict[tuple[int, int], int] = {}
+    found = [0] * len(calls)
+    order = sorted(range(len(calls)), key=lambda number: calls[number].backward_place)
+    makers: list[dict[int, int]] = []
+    addresses: dict[int, int] = {}
+    for number, call in enumerate(calls):
+        makers.append({place: addresses[one] for place, one in enumerate(call.reads) if one in addresses})
+        addresses.update((storage.cdata, number) for storage, _ in call.outputs)
+    for number in order:
+        call = calls[number]
+        graph = call.captured.plan.schedule.graph
+        given = sum(size for (maker, _), size in inputs.items() if maker != number)
+        found[number] = sum(parameters.values()) + given
+        inputs = {key: size for key, size in inputs.items() if key[0] != number}
+        for place, (primal, gradient) in enumerate(graph.with_gradients()):
+            if gradient is None:
+                continue
+            size = graph.bytes_of(gradient)
+            if graph.values[primal].role is Role.PARAMETER:
+                identity = graph.identities[place] if graph.identities else None
+                parameters[(id(call.runner), place) if identity is None else identity] = size
+            elif place in makers[number]:
+                inputs[makers[number][place], call.reads[place]] = size
+    return found
+
+
+def _address(thing: Any) -> int:
+    return thing.untyped_storage()._cdata if isinstance(thing, torch.Tensor) else 0
+
+
+def _hash_of(numbers: Any) -> int:
+    beginning = 0
+    for number in numbers:
+        beginning = hash((beginning, number))
+    return beginning
