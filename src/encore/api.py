@@ -89,7 +89,9 @@ def report(model: Callable[..., Any]) -> Report:
     graphs = [graph for session in found for graph in session.last_step]
     if not graphs:
         raise NeverRunError(_why_there_is_no_plan(model, found))
-    return report_of(found[0].name, graphs, found[0].options, [plain for session in found for plain in session.plain])
+    plain = [graph for session in found for graph in session.plain]
+    program = found[0].step.program if len(found) == 1 else None
+    return report_of(found[0].name, graphs, found[0].options, plain, program)
 
 
 def _why_there_is_no_plan(model: Any, found: list[Session]) -> str:

@@ -139,6 +139,12 @@ class StepPlanner:
         planned = session.runs and not session.one_graph and options.plan is None
         return planned and options.budget is not None and not torch_private.has_ranks()
 
+    @property
+    def program(self) -> Program | None:
+        """What is known of the latest step, if it has several calls."""
+        calls = tuple(call.runner.number for call in self.calls)
+        return self.programs.get(calls) if calls else self.last
+
     # -- what a running step reports ---------------------------------------------------------------------------------
 
     def begin(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from encore.compiler.allocations import allocations_of
 from encore.compiler.operator_names import operator_name
 from encore.compiler.profiles import profile_of
 from encore.compiler.session import CapturedGraph, PlainGraph
+from encore.compiler.step import Program
 from encore.compiler.watch import CodeWatch
 from encore.options import Options
 from encore.plan import GraphPlan, Plan, SavedPlan, stack_plans
@@ -17,18 +19,30 @@ from encore.schedule import Fused, Kind, Timeline
 from encore.units import bytes_text
 
 
-def report_of(name: str, graphs: Sequence[CapturedGraph], options: Options, plain: Sequence[PlainGraph] = ()) -> Report:
-    """Put the graphs of one step together."""
+def report_of(
+    name: str,
+    graphs: Sequence[CapturedGraph],
+    options: Options,
+    plain: Sequence[PlainGraph] = (),
+    program: Program | None = None,
+) -> Report:
+    """Put the graphs of one step together; `program` is what is known of a step of several calls."""
     distinct = list({id(graph): graph for graph in graphs}.values())
     plans = [graph.plan for graph in graphs]
     resident = stack_plans(plans).resident + options.resident
     planned = _predict(plans, options.resident)
+    unplanned = _predict([graph.unplanned for graph in graphs], options.resident)
+    limit = graphs[-1].limit
+    if program is not None and program.shared is not None:
+        resident, limit = program.resident, program.limit
+        planned = _as_observed(planned, program.shared.step_peak, program.shared.seconds)
+        unplanned = _as_observed(unplanned, program.unplanned, unplanned.seconds)
     return Report(
         name=name,
         resident=resident,
-        budget=graphs[-1].limit,
+        budget=limit,
         asked=_asked(options),
-        unplanned=_predict([graph.unplanned for graph in graphs], options.resident),
+        unplanned=unplanned,
         planned=planned,
         pareto=_pareto(graphs, resident, planned),
         decisions=tuple(row for graph in distinct for row in _decisions(graph)),
@@ -84,6 +98,16 @@ def _predict(plans: Sequence[Plan], beside: int) -> Prediction:
         profile=profile_of(plans, beside),
         stall=sum(plan.stall for plan in plans),
         moved=sum(plan.moved for plan in plans),
+    )
+
+
+def _as_observed(predicted: Prediction, step_peak: int, seconds: float) -> Prediction:
+    """The prediction for a step of several calls, which was observed: it counts plain code between the calls, and the
+    outputs that are freed there."""
+    at_peak = {kind: size for kind, size in predicted.at_peak.items() if kind != "other graphs"}
+    others = step_peak - sum(at_peak.values())
+    return dataclasses.replace(
+        predicted, step_peak=step_peak, seconds=seconds, at_peak={**at_peak, "other calls and plain code": others}
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -107,10 +108,11 @@ def _graphs(report: Report) -> str:
     """Several graphs, notes on them, and parts that run as plain PyTorch; nothing if there is none of these."""
     lines = []
     if len(report.graphs) > 1:
-        for graph in report.graphs:
+        for graph, times in Counter(report.graphs).items():
             why = f"; ends at {graph.break_line}: {graph.break_reason}" if graph.break_reason else ""
-            lines.append(f"  {graph.name}: {graph.operators} operators, peak {bytes_text(graph.step_peak)}{why}")
-    lines += [f"  note on {graph.name}: {note}" for graph in report.graphs for note in graph.notes]
+            calls = f" (x{times})" if times > 1 else ""
+            lines.append(f"  {graph.name}{calls}: {graph.operators} operators, peak {bytes_text(graph.step_peak)}{why}")
+    lines += [f"  note on {graph.name}: {note}" for graph in dict.fromkeys(report.graphs) for note in graph.notes]
     lines += [f"  plain PyTorch: {part}" for part in report.plain]
     return "\n".join(lines)
 

@@ -54,6 +54,7 @@ def stretches(graphs: Sequence[Graph], timelines: Sequence[Timeline]) -> list[St
         forwards.append(Stretch(index, range(between), saved_before[-1]))
         saved_before.append(_sum(saved_before[-1], _own(timeline, between)))
     left_behind = NOTHING
+    given: set[int] = set()
     for index in reversed(range(len(timelines))):
         end = len(timelines[index].moments)
         backwards.append(
@@ -62,6 +63,7 @@ def stretches(graphs: Sequence[Graph], timelines: Sequence[Timeline]) -> list[St
         left_behind = _sum(left_behind, _own(timelines[index], end - 1))
         if index:
             left_behind = _sum(left_behind, _of_kind(Kind.GRADIENT, -gradients_passed_on(graphs[index])))
+        left_behind = _sum(left_behind, _of_kind(Kind.GRADIENT, -_added_up(graphs[index], given)))
     return forwards + backwards
 
 
@@ -109,6 +111,17 @@ def gradients_passed_on(graph: Graph) -> int:
         for primal, gradient in graph.with_gradients()
         if gradient is not None and graph.values[primal].role is not Role.PARAMETER
     )
+
+
+def _added_up(graph: Graph, given: set[int]) -> int:
+    """Gradients of parameters that a backward before has given, too: autograd adds them up in its memory."""
+    found = 0
+    for place, (_, gradient) in enumerate(graph.with_gradients()):
+        identity = graph.identities[place] if graph.identities else None
+        if gradient is not None and identity is not None:
+            found += graph.bytes_of(gradient) if identity in given else 0
+            given.add(identity)
+    return found
 
 
 def _own(timeline: Timeline, place: int) -> tuple[int, ...]:
