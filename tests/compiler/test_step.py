@@ -85,7 +85,7 @@ def test_budgets_hold_for_the_whole_step_and_are_predicted(make: Callable[[], tu
     peak(plain, step)
     eager = peak(plain, step)
     peaks = []
-    for budget in ("80%", "60%", "min"):
+    for budget in ("60%", "min"):
         torch._dynamo.reset()
         model = encore.compile(copy.deepcopy(plain), budget=budget, lowering="eager")
         program = settle(model, step)
@@ -161,10 +161,10 @@ def test_forwards_whose_backward_never_comes_are_no_calls_of_the_step() -> None:
 def test_several_forwards_before_backward_share_the_budget() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Tanh()) for _ in range(6)))
-    x = torch.randn(256, 64)
+    batches = [torch.randn(256, 64) for _ in range(3)]
 
     def step(model: nn.Module) -> None:
-        sum(model(as_model(x, model) + n).square().mean() for n in range(3)).backward()  # type: ignore[union-attr]
+        sum(model(as_model(x, model)).square().mean() for x in batches).backward()  # type: ignore[union-attr]
 
     peak(plain, step)
     eager = peak(plain, step)

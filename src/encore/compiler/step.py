@@ -68,6 +68,8 @@ class Call:
     """Storages of its inputs, by address."""
     outputs: tuple[tuple[StorageWeakRef, int], ...] = ()
     """Storages of its outputs that it does not save, with their bytes."""
+    made: tuple[StorageWeakRef, ...] = ()
+    """Storages of all its outputs."""
     marks: list[int] = field(default_factory=list)
     """Marks of the observation: begin and end of its forward, then of its backward."""
     alive_around: list[int] = field(default_factory=list)
@@ -78,7 +80,7 @@ class Call:
     @property
     def is_pending(self) -> bool:
         """Return whether its backward may still come."""
-        return self.backward_place < 0 and any(not storage.expired() for storage, _ in self.outputs)
+        return self.backward_place < 0 and any(not storage.expired() for storage in self.made)
 
 
 @dataclass(slots=True)
@@ -184,12 +186,16 @@ class StepPlanner:
             return
         graph = call.captured.plan.schedule.graph
         kept = {graph.values[value].storage for value in call.captured.plan.schedule.saved}
-        found = {}
+        found, every = {}, []
         for value, made in zip(graph.returned, results, strict=False):
             storage = graph.values[value].storage
-            if isinstance(made, torch.Tensor) and storage not in graph.external and storage not in kept:
-                memory = made.untyped_storage()
-                found[memory._cdata] = (StorageWeakRef(memory), memory.nbytes())
+            if not isinstance(made, torch.Tensor):
+                continue
+            memory = made.untyped_storage()
+            every.append(StorageWeakRef(memory))
+            if storage not in graph.external and storage not in kept:
+                found[every[-1].cdata] = (every[-1], memory.nbytes())
+        call.made = tuple(every)
         call.outputs = tuple(found.values())
         self._mark(call)
 
