@@ -104,6 +104,10 @@ class Program:
     limit: int | None = None
     """The budget in bytes."""
 
+    def forget_plans(self) -> None:
+        """Have the calls planned again."""
+        self.variants, self.shared, self.rounds, self.settled = (), None, 0, False
+
     @property
     def is_as_predicted(self) -> bool:
         """Return whether the peak of the latest step is what its plans predict."""
@@ -125,6 +129,8 @@ class StepPlanner:
         self._beginning = 0
         self._backwards = 0
         self._observation: Observation | None = None
+        self._records = True
+        """Whether calls are recorded: not once the steps that run are known."""
         self.last: Program | None = None
 
     @property
@@ -169,13 +175,20 @@ class StepPlanner:
         place = len(self.calls)
         if program is None or program.calls[place] != runner.number or not program.variants:
             return None
-        return program.variants[place]
+        variant = program.variants[place]
+        if not self.session.gradients_seen.get(runner.key, frozenset()) <= variant.used:
+            program.forget_plans()  # an output that received no gradient before has received one since
+            self._records = True
+            return None
+        return variant
 
     def forward_begins(self, runner: GraphRunner, captured: CapturedGraph, args: Sequence[Any]) -> Call | None:
         if not self.is_wanted:
             return None
-        call = Call(runner, captured, tuple(_address(one) for one in args))
-        call.alive_around.append(self._outputs_alive())
+        call = Call(runner, captured)
+        if self._records:
+            call.reads = tuple(_address(one) for one in args)
+            call.alive_around.append(self._outputs_alive())
         self.calls.append(call)
         self._beginning = hash((self._beginning, runner.number))
         self._mark(call)
@@ -183,6 +196,10 @@ class StepPlanner:
 
     def forward_ends(self, call: Call | None, results: Sequence[Any]) -> None:
         if call is None:
+            return
+        if not self._records:
+            tensor = next((made for made in results if isinstance(made, torch.Tensor)), None)
+            call.made = () if tensor is None else (StorageWeakRef(tensor.untyped_storage()),)
             return
         graph = call.captured.plan.schedule.graph
         kept = {graph.values[value].storage for value in call.captured.plan.schedule.saved}
@@ -199,16 +216,14 @@ class StepPlanner:
         call.outputs = tuple(found.values())
         self._mark(call)
 
-    def backward_begins(self, runner: GraphRunner) -> Call | None:
-        """The latest call of the graph whose backward has not run."""
-        found = (call for call in reversed(self.calls) if call.runner is runner and call.backward_place < 0)
-        call = next(found, None)
-        if call is not None:
-            call.backward_place = self._backwards
-            self._backwards += 1
+    def backward_begins(self, call: Call | None) -> None:
+        if call is None or call.backward_place >= 0:  # the graph was retained, and backward runs once more
+            return
+        call.backward_place = self._backwards
+        self._backwards += 1
+        if self._records:
             call.alive_around.append(self._outputs_alive())
-            self._mark(call)
-        return call
+        self._mark(call)
 
     def backward_ends(self, call: Call | None) -> None:
         if call is not None:
@@ -237,7 +252,7 @@ class StepPlanner:
         self.calls, self._beginning, self._backwards = [], 0, 0
         calls = [call for call in calls if call.backward_place >= 0]
         if not calls or (len(calls) == 1 and calls[0].runner.is_whole):
-            self.last = None
+            self.last, self._records = None, False
             return
         key = tuple(call.runner.number for call in calls)
         program = self.programs.get(key)
@@ -252,7 +267,11 @@ class StepPlanner:
         else:
             segments = None
         if not program.settled:
-            self._plan(program, calls, segments)
+            was_recorded = all(len(call.alive_around) == 2 for call in calls)
+            self._records = True  # the next step, if this one was not
+            if was_recorded and all(call.runner.has_variants for call in calls):
+                self._plan(program, calls, segments)
+        self._records = self._records and not program.settled
 
     def _plan(self, program: Program, calls: list[Call], segments: list[Segment] | None) -> None:
         """Choose plans for all calls: those of the lowest peak first, to be observed; then those for the budget."""

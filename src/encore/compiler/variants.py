@@ -31,6 +31,7 @@ from encore.lower import Lowered
 
 if TYPE_CHECKING:
     from encore.compiler.call_plans import CallPlans
+    from encore.compiler.step import Call
 
 _numbers = itertools.count()
 
@@ -89,13 +90,14 @@ class GraphRunner:
         session = self.session
         if session.one_graph:
             session.begin_call()
-        variant = session.step.variant(self) or self._expected(args)
+        node = torch_private.running_node()
+        planned = None if node is None else session.step.variant(self)
+        variant = planned or self._expected(args)
         captured = variant.captured
         call = None if session.checking else session.step.forward_begins(self, captured, args)
         session.note_forward(captured)
-        node = torch_private.running_node()
         if node is not None:
-            node.encore_run = _Run(variant, self._inputs(variant, args))
+            node.encore_run = _Run(variant, self._inputs(variant, args), call)
         before, lessons = session.waited, captured.lessons
         if lessons is not None:
             lessons.begin_step()
@@ -123,6 +125,11 @@ class GraphRunner:
                 self.current = self._variant(seen, args, in_backward=False)
         return self.current
 
+    @property
+    def has_variants(self) -> bool:
+        """Return whether each call may run another variant: backward knows which one forward ran."""
+        return self.tangents.may_be_missing
+
     def call_plans(self, count: int) -> CallPlans:
         """The plans for so many calls in one step, for the gradients seen so far."""
         return self._plan_calls(self.session.gradients_seen.get(self.key) or self.current.used, count)
@@ -144,7 +151,7 @@ class GraphRunner:
     def backward(self, args: list[Any]) -> Any:
         node = torch_private.running_node()
         if node is None:  # all gradients are there
-            return self._timed_backward(self.current, args)
+            return self._timed_backward(self.current, args, None)
         run: _Run = node.encore_run
         first = len(args) - len(self.tangents.names)
         given = args[first:]
@@ -164,16 +171,16 @@ class GraphRunner:
         used = sorted(variant.used)
         args.extend(layouts[number].zeros() if given[number] is None else given[number] for number in used)
         given.clear()
-        found = self._timed_backward(variant, args)
+        found = self._timed_backward(variant, args, run.call)
         if not torch_private.keeps_graph():
             run.inputs = None
         depends = self.tangents.gradients
         return tuple(gradient if depends[place] & numbers else None for place, gradient in enumerate(found))
 
-    def _timed_backward(self, variant: Variant, args: list[Any]) -> Any:
+    def _timed_backward(self, variant: Variant, args: list[Any], call: Call | None) -> Any:
         session, captured = self.session, variant.captured
         session.note_backward()
-        call = None if session.checking else session.step.backward_begins(self)
+        session.step.backward_begins(call)
         before, lessons = session.waited, captured.lessons
 
         def timed(args: list[Any]) -> Any:
@@ -226,6 +233,8 @@ class _Run:
 
     variant: Variant
     inputs: _Inputs | None
+    call: Call | None
+    """Its record in the step."""
 
 
 class _Inputs:

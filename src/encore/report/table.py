@@ -108,11 +108,16 @@ def _graphs(report: Report) -> str:
     """Several graphs, notes on them, and parts that run as plain PyTorch; nothing if there is none of these."""
     lines = []
     if len(report.graphs) > 1:
-        for graph, times in Counter(report.graphs).items():
+        times = Counter(graph.name for graph in report.graphs)
+        for graph in {graph.name: graph for graph in report.graphs}.values():
             why = f"; ends at {graph.break_line}: {graph.break_reason}" if graph.break_reason else ""
-            calls = f" (x{times})" if times > 1 else ""
+            calls = f" (x{times[graph.name]})" if times[graph.name] > 1 else ""
             lines.append(f"  {graph.name}{calls}: {graph.operators} operators, peak {bytes_text(graph.step_peak)}{why}")
-    lines += [f"  note on {graph.name}: {note}" for graph in dict.fromkeys(report.graphs) for note in graph.notes]
+    lines += [
+        f"  note on {graph.name}: {note}"
+        for graph in {graph.name: graph for graph in report.graphs}.values()
+        for note in graph.notes
+    ]
     lines += [f"  plain PyTorch: {part}" for part in report.plain]
     return "\n".join(lines)
 
