@@ -158,6 +158,21 @@ def test_forwards_whose_backward_never_comes_are_no_calls_of_the_step() -> None:
     assert_equal_gradients(model, plain, with_evaluation)
 
 
+def test_a_step_that_is_given_up_is_no_step() -> None:
+    plain, step = blocks()
+    model = encore.compile(copy.deepcopy(plain), budget="60%", lowering="eager")
+
+    def interrupted(model: nn.Module) -> None:
+        with pytest.raises(ZeroDivisionError):
+            1 / (0 * len(model(torch.randn(8, 32, 32)).shape))
+        step(model)
+
+    program = settle(model, interrupted, steps=6)
+    assert len(program.calls) == 5
+    assert program.observed is not None
+    encore.measure(functools.partial(step, model))  # no profiler is left running
+
+
 def test_several_forwards_before_backward_share_the_budget() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Tanh()) for _ in range(6)))

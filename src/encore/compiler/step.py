@@ -164,8 +164,9 @@ class StepPlanner:
         else:
             self.calls = [call for call in self.calls if call.is_pending]
             self._beginning = _hash_of(call.runner.number for call in self.calls)
-        if not self.calls and self._should_observe():
-            self._observation = Observation.start()
+        if not self.calls:
+            self.stop_observing()  # of a step that was given up
+            self._observation = Observation.start() if self._should_observe() else None
 
     def variant(self, runner: GraphRunner) -> Variant | None:
         """The variant that the next call of a graph is planned to run; None if no program says."""
