@@ -14,12 +14,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from encore.graph import Graph, Op, OpClass, Value
 from encore.graph.editor import Editor
 from encore.graph.ops import SIDE_EFFECTS
 from encore.graph.sized_ops import SIZE, SIZED, STRIDE
+from encore.graph.torch_private import FakeTensorMode
 from encore.graph.values import Ref, is_contiguous, map_refs
 from encore.rewrite.judge import ConvolutionShape, Judge
 from encore.rewrite.queries import device_of
