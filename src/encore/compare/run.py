@@ -17,7 +17,7 @@ from encore import api
 from encore.compare import systems
 from encore.compare.contest import EAGER, Contest
 from encore.compare.outcome import Outcome, finite
-from encore.compare.recommend import Recommendation, recommend
+from encore.compare.recommendation import Recommendation, recommend
 from encore.compare.table import outcome_table
 from encore.compare.trainee import Trainee
 from encore.errors import BudgetError, EncoreError, OptionError

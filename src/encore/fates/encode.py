@@ -16,7 +16,7 @@ import torch
 from encore.codecs import CODECS, Codec, Densities
 from encore.errors import PlanError, listed
 from encore.fates.fate import Fate, Given, OpSeconds, Terms, Writer
-from encore.fates.owned import fills_its_memory, owned
+from encore.fates.ownership import fills_its_memory, owned
 from encore.graph import Graph, Op, Role, Storage, Value
 from encore.graph.ops import classify
 from encore.graph.values import Ref, block_bytes

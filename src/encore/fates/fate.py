@@ -10,7 +10,7 @@ import torch
 
 from encore.codecs import Densities
 from encore.fates.link import Link
-from encore.fates.owned import owned
+from encore.fates.ownership import owned
 from encore.graph import Graph, Op, Value
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from encore.errors import PlanError
 from encore.fates.encode import Encode
 from encore.fates.fate import Decision, Fate, Given, OpSeconds, Terms, Writer
 from encore.fates.link import Link
-from encore.fates.owned import fills_its_memory, owned
+from encore.fates.ownership import fills_its_memory, owned
 from encore.graph import Graph, Op
 from encore.graph.tier_ops import TOKEN_DTYPE, LoadFrom, StoreTo, is_transfer
 from encore.graph.values import Ref

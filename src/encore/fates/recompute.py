@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from encore.fates.fate import Fate, Given
 from encore.fates.normalised import is_training_batch_norm
-from encore.fates.owned import changing_storages, owned
+from encore.fates.ownership import changing_storages, owned
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import DRAWS_BY_SHAPE
 from encore.graph.torch_private import OpOverload

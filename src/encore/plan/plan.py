@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from encore.fates import Decision, Encode, Fate, Keep
 from encore.graph import Graph
 from encore.schedule import Schedule, Timeline, schedule_step, simulate
-from encore.schedule.simulate import Workspace
+from encore.schedule.simulator import Workspace
 
 NOTHING_TO_GAIN = "nothing to gain: the step fits as it is"
 

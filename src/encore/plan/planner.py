@@ -27,7 +27,7 @@ from encore.plan.seconds import ActionSeconds, step_seconds
 from encore.plan.sketch import Outline, Sketch
 from encore.plan.strategies import STRATEGIES
 from encore.schedule import CarriedOut, Schedule, carry_out_fates, place_transfers, schedule_step, simulate
-from encore.schedule.simulate import Workspace
+from encore.schedule.simulator import Workspace
 
 SMALL_GRAPH = 80
 """Operators up to which plans are built before they are offered: an outline of so few may be off by a feature map."""

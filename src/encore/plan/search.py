@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from encore.fates import Fate
-from encore.plan.roles import roles
+from encore.plan.roles import by_role
 from encore.plan.sketch import Outline, Sketch
 
 TRIES = 10
@@ -56,7 +56,7 @@ class Search:
         least = SMALLEST * int(sketch.profile.max())
         self.groups = [
             group
-            for group in roles(sketch.graph, sketch.droppable - sketch.melting)
+            for group in by_role(sketch.graph, sketch.droppable - sketch.melting)
             if sum(sketch.size[value] for value in group) >= least
         ]
         self.ways = _ways(sketch)
@@ -73,7 +73,7 @@ class Search:
 
     def _by_role(self) -> Iterator[tuple[int, ...]]:
         """The fates of all values of a role, one label after the other."""
-        for group in roles(self.sketch.graph, self.ways):
+        for group in by_role(self.sketch.graph, self.ways):
             kinds: dict[str, list[int]] = {}
             for value in group:
                 for number in self.ways[value]:

@@ -31,7 +31,7 @@ NAMES_PLACES = frozenset({aten.as_strided.default, aten.as_strided_scatter.defau
 """Operators that find elements by where they are in memory: in another layout they would find others."""
 
 
-def channels_last(graph: Graph, judge: Judge) -> Graph:
+def apply(graph: Graph, judge: Judge) -> Graph:
     """The graph with channels last, where that pays and nothing stands against it."""
     shapes = [_shape(graph, op) for op in graph.ops if op.target is aten.convolution.default]
     known = [shape for shape in shapes if shape is not None]

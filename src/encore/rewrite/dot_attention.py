@@ -169,13 +169,13 @@ def find_dot_attentions(graph: Graph) -> Iterator[DotAttention]:
     for op in graph.ops:
         for match in matches(scope, MIX, op):
             try:
-                found = _Search(match, replaced).found()
+                found = _DotSearch(match, replaced).found()
             except NoMatchError:
                 continue
             yield found
 
 
-class _Search:
+class _DotSearch:
     """One product with the values, and what is known about the operators before it."""
 
     def __init__(self, mix: Match, replaced: set[int | None]) -> None:

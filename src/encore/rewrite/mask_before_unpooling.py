@@ -39,7 +39,7 @@ class _Match:
     masks: Sequence[Op]
 
 
-def mask_before_unpooling(graph: Graph) -> Graph:
+def apply(graph: Graph) -> Graph:
     """The graph with such masks moved, where nothing larger has to be kept for it."""
     editor = Editor(graph)
     builder = OpBuilder(editor)

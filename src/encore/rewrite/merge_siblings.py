@@ -22,7 +22,7 @@ from encore.rewrite.queries import device_of, exported, has_memory_to_itself
 aten = torch.ops.aten
 
 
-def merge_siblings(graph: Graph, judge: Judge) -> Graph:
+def apply(graph: Graph, judge: Judge) -> Graph:
     """The graph with sibling products merged where that pays."""
     leaving = exported(graph)
     families: dict[tuple[int, bool], list[Product]] = {}

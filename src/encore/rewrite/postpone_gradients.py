@@ -18,7 +18,7 @@ TIMES = 4
 MOVABLE = frozenset({OpClass.VIEW, OpClass.CHEAP, OpClass.HEAVY})
 
 
-def postpone_gradients(graph: Graph) -> Graph:
+def apply(graph: Graph) -> Graph:
     """The graph with such gradients made last, in the order in which they were made."""
     editor = Editor(graph)
     last: list[Op] = []

@@ -72,7 +72,7 @@ class _Twin:
     end: int | None = None
 
 
-def read_kept(graph: Graph, *, exact: bool) -> Graph:
+def apply(graph: Graph, *, exact: bool) -> Graph:
     """The graph in which activations whose facts are kept elsewhere are not kept."""
     editor = Editor(graph)
     builder = OpBuilder(editor)

@@ -42,7 +42,7 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class KernelCall:
     """One operator of a kernel. `Ref`s count the operands first, then the results of the calls before."""
 
     target: Any
@@ -58,7 +58,7 @@ class Kernel:
     """What is compiled. `over` pairs a position among the outputs with the operand whose memory it takes."""
 
     operands: tuple[Operand, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[KernelCall, ...]
     outputs: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     layouts: tuple[tuple[int, ...], ...]
@@ -96,7 +96,7 @@ class Kernel:
         return {operand.device for operand in self.operands}
 
 
-def _aloud(call: Call) -> str:
+def _aloud(call: KernelCall) -> str:
     kwargs = "".join(f", {name}={_text(argument)}" for name, argument in call.kwargs)
     return f"{_name(call.target)}({', '.join(_text(argument) for argument in call.args)}{kwargs})"
 
@@ -136,7 +136,7 @@ def describe_kernel(graph: Graph, group: Group, over: Iterable[tuple[int, int]])
     for op in group.ops:
         local = functools.partial(_numbered, numbers)
         calls.append(
-            Call(
+            KernelCall(
                 target=op.target,
                 args=map_refs(op.args, local),
                 kwargs=tuple((name, map_refs(argument, local)) for name, argument in sorted(op.kwargs.items())),
@@ -170,7 +170,7 @@ def _operand(graph: Graph, number: int) -> Operand:
     return Operand(value.shape, value.stride, value.dtype, device, aligned)
 
 
-def each_result(call: Call, results: Any) -> Iterator[Any]:
+def each_result(call: KernelCall, results: Any) -> Iterator[Any]:
     """The tensors among a call's results, in the order in which `Ref`s count them."""
     given = results if call.returns_tuple else (results,)
     return (result for result, is_tensor in zip(given, call.results, strict=True) if is_tensor)

@@ -24,7 +24,7 @@ from encore.fates import Link
 from encore.graph import Graph, Op
 from encore.graph.tier_ops import LoadFrom, StoreTo
 from encore.schedule.actions import Action, Free, Fused, Load, Run, Schedule, Store, Wait
-from encore.schedule.simulate import Timeline
+from encore.schedule.simulator import Timeline
 
 Bytes = npt.NDArray[np.int64]
 Duration = Callable[[Graph, Op | Fused, int | None], float]

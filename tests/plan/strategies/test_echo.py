@@ -14,7 +14,7 @@ from benchmarks.workloads import build
 from benchmarks.workloads.cell import LSTMCell
 from encore.graph import Graph, OpClass, verify_graph
 from encore.plan.strategies import Forward, echo, mirror
-from encore.plan.strategies.echo import echo_close, echo_partition, echo_prune, echo_recomputable
+from encore.plan.strategies.echo_pass import echo_close, echo_partition, echo_prune, echo_recomputable
 from support.captured_graphs import captured_graph, named, operators
 from support.hand_made_graphs import Drawing
 from support.recompute_reference import backward_asks_for, kept_bytes, names, workload_graph

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from encore.graph import Graph, verify_graph
 from encore.plan.strategies import STRATEGIES, Forward, echo, min_cut, mirror
 from encore.plan.strategies.max_flow import Network
-from encore.plan.strategies.min_cut import recomputable_values
+from encore.plan.strategies.minimum_cut import recomputable_values
 from support.hand_made_graphs import Drawing
 from support.recompute_reference import kept_bytes
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from encore.graph import Graph
 from encore.plan.strategies import Forward, block_boundaries, blocks, chen
-from encore.plan.strategies.blocks import crossing_bytes, longest_runs
-from encore.plan.strategies.chen import chen_cuts
+from encore.plan.strategies.chen_segments import chen_cuts
+from encore.plan.strategies.repeated_blocks import crossing_bytes, longest_runs
 from support.captured_graphs import captured_graph
 from support.hand_made_graphs import Drawing
 from support.recompute_reference import backward_asks_for, kept_bytes, names, workload_graph

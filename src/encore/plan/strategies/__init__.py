@@ -9,12 +9,12 @@ When a value is made again, and how often, is for `schedule/`; which proposal wi
 from collections.abc import Callable
 
 from encore.graph import Graph
-from encore.plan.strategies.blocks import block_boundaries, blocks
-from encore.plan.strategies.chen import chen
-from encore.plan.strategies.echo import echo
+from encore.plan.strategies.chen_segments import chen
+from encore.plan.strategies.echo_pass import echo
 from encore.plan.strategies.forward import Forward
-from encore.plan.strategies.min_cut import min_cut
-from encore.plan.strategies.mirror import mirror
+from encore.plan.strategies.minimum_cut import min_cut
+from encore.plan.strategies.mirroring import mirror
+from encore.plan.strategies.repeated_blocks import block_boundaries, blocks
 
 __all__ = [
     "STRATEGIES",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from encore.graph import Graph, Role
-from encore.schedule.simulate import Kind, Timeline
+from encore.schedule.simulator import Kind, Timeline
 
 KINDS = tuple(Kind)
 NOTHING = (0,) * len(KINDS)

@@ -8,7 +8,7 @@ ResNet-50 going up from 3317 to 4496 MB. It is here as the baseline that Echo im
 from __future__ import annotations
 
 from encore.graph import Graph
-from encore.plan.strategies.echo import echo_recomputable
+from encore.plan.strategies.echo_pass import echo_recomputable
 from encore.plan.strategies.forward import Forward
 
 
