@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,5 +45,16 @@ def test_functions_are_short() -> None:
         if isinstance(node, ast.FunctionDef)
         and node.end_lineno is not None
         and node.end_lineno - node.lineno >= MOST_LINES
+    ]
+    assert not found
+
+
+def test_docstrings_ask_no_questions() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {question.group().strip()}"
+        for path, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for question in re.finditer(r"[^.:]*\w\?(?=\s|$)", node.value.value)
     ]
     assert not found

@@ -137,7 +137,7 @@ class Editor:
             elif op.kwargs.get("storage_offset") is not None:
                 op.kwargs = {**op.kwargs, "storage_offset": op.kwargs["storage_offset"] + offset}
 
-    def viewed(self, beside: Op, number: int, shape: Sequence[int]) -> Ref:
+    def viewed(self, after: Op, number: int, shape: Sequence[int]) -> Ref:
         """A value in another shape, which its strides must allow."""
         value = self.graph.values[number]
         if value.shape == tuple(shape):
@@ -145,7 +145,7 @@ class Editor:
         strides = view_strides(value, shape)
         assert strides is not None, "a value that was found to fit cannot be viewed"
         name = f"{value.name}_{math.prod(shape[:-1])}_rows"
-        op = self.op_after(beside, name, torch.ops.aten.view.default, (Ref(number), list(shape)))
+        op = self.op_after(after, name, torch.ops.aten.view.default, (Ref(number), list(shape)))
         return Ref(self.view_result(op, number, shape, strides, 0))
 
     def become(self, op: Op, value: int, made: int) -> None:
@@ -259,7 +259,7 @@ class Editor:
     # -- order -------------------------------------------------------------------------------------------------------
 
     def _alive(self, ops: Sequence[Op]) -> list[Op]:
-        """The operators that somebody needs."""
+        """The operators whose results are needed."""
         needed = {value for value in (*self.graph.outputs, *self.graph.gradients) if value is not None}
         alive = []
         for op in self._ordered(ops)[::-1]:
@@ -271,7 +271,7 @@ class Editor:
         return alive[::-1]
 
     def _settle_orphans(self, kept: Sequence[Op]) -> None:
-        """Values whose operator is gone and that nobody makes any more leave their storages."""
+        """Values whose operator is gone and that no operator makes any more leave their storages."""
         made = {value for op in kept for value in op.writes if value is not None}
         self._orphan(value.id for value in self.graph.values if value.producer is not None and value.id not in made)
 
@@ -283,7 +283,7 @@ class Editor:
             value.storage = value.producer = None
 
     def _ordered(self, ops: Sequence[Op]) -> list[Op]:
-        """Sorted by place, except that nobody runs before what it reads; side effects keep their order."""
+        """Sorted by place, except that no operator runs before what it reads; side effects keep their order."""
         by_id = {op.id: op for op in ops}
         maker = {value: op.id for op in ops for value in op.writes if value is not None}
         waits_for = {op.id: {maker[value] for value in op.reads if value in maker} for op in ops}

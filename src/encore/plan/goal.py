@@ -19,7 +19,7 @@ class Budget:
 
     @property
     def is_floor(self) -> bool:
-        """Is it the lowest reachable peak, whatever that is?"""
+        """Whether it is the lowest reachable peak, whatever that is."""
         return self.bytes is None and self.share is None
 
     def resolve(self, unplanned: int) -> int:

@@ -24,11 +24,11 @@ class Plan:
     overhead: float = 0.0
     """Predicted extra time over keeping everything, as a fraction."""
     seconds: float = 0.0
-    """Predicted time of the step; 0 where nobody asked for the cost of anything."""
+    """Predicted time of the step; 0 if no costs were asked for."""
     slices: int = 1
     """Parts that large heads are taken in, so that only a slice of their scores is there at once."""
     lean: bool = False
-    """Is the graph rewritten for memory alone, without the rewrites that pay by their time?"""
+    """Whether the graph is rewritten for memory alone, without the rewrites that pay by their time."""
     stall: float = 0.0
     """Seconds, of those predicted, that the step stands still for transfers from and to tiers."""
     moved: int = 0

@@ -50,7 +50,7 @@ class GraphPlan:
     gradients_of: tuple[str, ...] | None = None
     """The tangents that backward is planned for, by name; None for all."""
     lean: bool = False
-    """Is the graph rewritten for memory alone?"""
+    """Whether the graph is rewritten for memory alone."""
 
     @classmethod
     def of(cls, captured: Graph, plan: Plan) -> GraphPlan:

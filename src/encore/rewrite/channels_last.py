@@ -190,7 +190,7 @@ def _shape(graph: Graph, op: Op) -> ConvolutionShape | None:
 
 
 def has_channels_last(value: Value) -> bool:
-    """Is it stored so, and not also as a contiguous tensor would be?"""
+    """Return whether a value is stored so, and not also as a contiguous tensor would be."""
     if len(value.shape) != 4 or is_contiguous(value):
         return False
     return value.stride == channels_last_strides(value.shape)

@@ -47,7 +47,7 @@ def split_head(graph: Graph, slices: int) -> Graph:
 
 
 class _Split:
-    """One head on its way into slices. All new operators of a phase want to stand in one place, in the order in which
+    """One head on its way into slices. All new operators of a phase belong in one place, in the order in which
     they are made: slice after slice."""
 
     def __init__(self, editor: Editor, head: Head, size: int) -> None:

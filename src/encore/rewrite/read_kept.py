@@ -147,7 +147,7 @@ def _forward_readers(graph: Graph, value: int) -> list[Op]:
 
 
 def _serves(builder: OpBuilder, reading: Reading, twin: _Twin, exact: bool) -> bool:
-    """Does the formula make the same of the twin, where it lies, and leave it laid out as before?"""
+    """Return whether the formula makes the same of the twin, where it lies, and leaves it laid out as before."""
     graph, op = builder.editor.original, reading.op
     before, now = graph.values[reading.value].stride, graph.values[twin.value].stride
     if before == now and twin.start is None:

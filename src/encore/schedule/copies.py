@@ -387,8 +387,8 @@ class _Copies:
 
 
 def is_barrier(op: Op, *, exact: bool) -> bool:
-    """Does time pass while it runs, as copies count it? Not in a view, a constant, or, where there are kernels, in what
-    becomes part of one."""
+    """Return whether time passes while it runs, as copies count it: not in a view, a constant, or, where there are
+    kernels, in what becomes part of one."""
     return op.kind is not OpClass.VIEW and bool(op.reads) and (exact or not is_fusible(op.target))
 
 

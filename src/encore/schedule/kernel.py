@@ -49,7 +49,7 @@ class KernelCall:
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     results: tuple[bool, ...]
-    """By position: is it a tensor?"""
+    """By position, whether it is a tensor."""
     returns_tuple: bool
 
 
@@ -67,7 +67,7 @@ class Kernel:
 
     @functools.cached_property
     def text(self) -> str:
-        """Everything that tells this kernel from another, as text."""
+        """Everything in which this kernel may differ from another, as text."""
         lines = [f"%{number} = {_operand_text(operand)}" for number, operand in enumerate(self.operands)]
         lines += [_aloud(call) for call in self.calls]
         return "\n".join([*lines, f"return {self.outputs} {self.layouts} over {self.over}"])
@@ -77,7 +77,7 @@ class Kernel:
         return hashlib.sha256(self.text.encode()).hexdigest()[:24]
 
     def accepts(self, strides: Sequence[tuple[int, ...]]) -> bool:
-        """Are these the layouts its results must have? Those that go over an operand have that operand's anyway; the
+        """Return whether its results may have these layouts. Those that go over an operand have its layout anyway; the
         stride of a dimension with one element means nothing."""
         taken = {position for position, _ in self.over}
         wanted = [
@@ -123,7 +123,7 @@ CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch
 
 
 def is_describable(argument: Any) -> bool:
-    """Can a kernel's text say this argument in full?"""
+    """Return whether a kernel's text can describe this argument in full."""
     if isinstance(argument, tuple | list):
         return all(is_describable(item) for item in argument)
     return isinstance(argument, (Ref, *CONSTANTS))

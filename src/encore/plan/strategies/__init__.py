@@ -1,9 +1,9 @@
-"""Published answers to "which feature maps shall backward compute again?", one file each, named after the answer.
+"""Published ways to decide which activations backward recomputes, one file each.
 
-A strategy is a pure function from a graph to the forward values that are *dropped*: not kept, but made again from
+A strategy is a pure function from a graph to the forward values that are *dropped*: not kept, but recomputed from
 their producer's operands, and those from theirs, until something kept is reached. Whatever backward needs and is not
-dropped is kept. `forward.py` is the picture all of them look at.
-When a value is made again, and how often, is for `schedule/`; which proposal wins is for the planner.
+dropped is kept. `forward.py` is the view of a graph that they share.
+When a value is recomputed, and how often, is for `schedule/`; which proposal wins is for the planner.
 """
 
 from collections.abc import Callable

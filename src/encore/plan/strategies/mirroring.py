@@ -1,4 +1,4 @@
-"""Mirror: every cheap result is computed again (MXNet's MXNET_BACKWARD_DO_MIRROR, 2015).
+"""Mirror: every cheap result is recomputed (MXNet's MXNET_BACKWARD_DO_MIRROR, 2015).
 
 Each operator is judged by its class alone: results of cheap ones are dropped, those of heavy and random ones are kept.
 Nothing is weighed, so the operands that must be kept instead may be larger than what is saved; the Echo paper measures
@@ -13,7 +13,7 @@ from encore.plan.strategies.forward import Forward
 
 
 def mirror(graph: Graph) -> frozenset[int]:
-    """Values that backward makes again: results of cheap operators that it needs, itself or to make others."""
+    """Values that backward recomputes: results of cheap operators that it needs, itself or to make others."""
     forward = Forward.of(graph)
     cheap = echo_recomputable(forward)
     return forward.recomputed({value for op in cheap for value in forward.results(op)} & forward.droppable)

@@ -1,4 +1,4 @@
-"""Boundaries of repeated blocks: keep what passes from block to block, make the inside again.
+"""Boundaries of repeated blocks: keep what passes from block to block, recompute the inside.
 
 The layers of a ResNet or a Transformer and the steps of an unrolled loop are the same operators over and over. Between
 two of them little is alive: the residual stream, or the state, and whatever all of them read. That is where a
@@ -33,7 +33,7 @@ NUMBERS = re.compile(r"\d+")
 
 
 def blocks(graph: Graph, every: int = 1) -> frozenset[int]:
-    """Values that backward makes again if only what crosses every n-th boundary is kept."""
+    """Values that backward recomputes if only what crosses every n-th boundary is kept."""
     forward = Forward.of(graph)
     return drop_between(forward, boundaries_of(forward)[every - 1 :: every])
 
