@@ -143,7 +143,7 @@ def with_code(plan: encore.SavedPlan, **changed: Any) -> encore.SavedPlan:
     ("changed", "message"),
     [
         ({"codec": "morse"}, "'morse', which this Encore does not know; it has .*'bits'"),
-        ({"value": "addmm"}, r"'bits' cannot hold addmm \(torch.float32, \[512, 64\]\)"),
+        ({"value": "addmm"}, r"'bits' cannot encode addmm \(torch.float32, \[512, 64\]\)"),
     ],
 )
 def test_a_code_that_cannot_be_is_refused(changed: dict[str, Any], message: str) -> None:

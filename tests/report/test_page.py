@@ -97,7 +97,7 @@ def long_profile() -> Profile:
 def test_ten_thousand_operators_make_a_small_page(planned: encore.Report) -> None:
     rows = tuple(
         DecisionRow(f"native_layer_norm_{n}", f"decoder.cells.{n % 97}.norm", f"model.py:{n % 211}", (64, 1024),
-                    262144, "recompute", "cheaper to compute again than to hold", 1.2345678e-5, "native_layer_norm")
+                    262144, "recompute", "cheaper to recompute than to keep", 1.2345678e-5, "native_layer_norm")
         for n in range(10_000)
     )  # fmt: skip
     long = dataclasses.replace(planned.planned, profile=long_profile())

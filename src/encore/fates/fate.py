@@ -154,7 +154,7 @@ class Fate:
 
     @property
     def moved(self) -> int:
-        """Bytes that go to a tier and come back."""
+        """Bytes that are offloaded and reloaded."""
         return 0
 
     @property

@@ -100,7 +100,7 @@ class Offload(Fate):
     # -- in the step -------------------------------------------------------------------------------------------------
 
     def restore(self, writer: Writer) -> int:
-        """Forward hands over a token, by which backward asks for what was stored."""
+        """Forward saves a token, by which backward asks for what was stored."""
         if self.coded is None:
             return self._load(writer, self.value)
         code = self.coded.encoded(writer)
@@ -121,7 +121,7 @@ class Offload(Fate):
         smallest: dict[int, Encode] = {}
         for code in found:
             if isinstance(code, Encode) and CODECS[code.codec].exact_size and code.bytes >= LEAST_MOVED:
-                known = smallest.get(code.value)  # what a tier brings back has the size it was planned with
+                known = smallest.get(code.value)  # what is reloaded has the size it was planned with
                 smallest[code.value] = code if known is None or code.bytes < known.bytes else known
         offloads = []
         for value in sorted(owned(graph).intersection(values)) if terms.links else ():

@@ -25,7 +25,7 @@ STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 @dataclass(frozen=True, slots=True)
 class Recompute(Fate):
-    """Free it after forward and compute it again right before backward reads it."""
+    """Free it after forward and recompute it right before backward reads it."""
 
     kind: ClassVar[str] = "recompute"
     runs_again: ClassVar[bool] = True
@@ -33,7 +33,7 @@ class Recompute(Fate):
 
     @property
     def why(self) -> str:
-        return "cheaper to compute again than to hold"
+        return "cheaper to recompute than to keep"
 
     @classmethod
     def allowed_values(cls, graph: Graph) -> frozenset[int]:

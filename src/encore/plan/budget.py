@@ -97,7 +97,8 @@ def stack_plans(plans: Sequence[Plan]) -> Stack:
 def budget_error(
     plan: Plan, budget: Budget | None, limit: int, floor: int, *, tiers: bool = False, what: str = ""
 ) -> BudgetError:
-    """The refusal: how low it goes, what pins it there, what would help. `tiers` could be used already."""
+    """The error for a budget below the floor: the lowest peak, what pins it, what would help. With `tiers`, offloading
+    was allowed already."""
     pins = pins_of(plan)
     remedies = (
         f"raise the budget to {floor} bytes ({bytes_text(floor)})",

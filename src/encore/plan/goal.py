@@ -52,7 +52,7 @@ class Goal(Protocol):
 
     @property
     def resident(self) -> int:
-        """Bytes that the budget must hold besides what the step's graphs know of."""
+        """Bytes that count towards the budget in addition to what the step's graphs know of."""
 
     @property
     def tiers(self) -> Sized:

@@ -15,7 +15,7 @@ NOTHING_TO_GAIN = "nothing to gain: the step fits as it is"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Decisions by value, the schedule that carries them out, and what it will hold."""
+    """Decisions by value, the schedule that carries them out, and its memory."""
 
     name: str
     decisions: Mapping[int, Decision]

@@ -284,7 +284,7 @@ class StepModel:
         return RoughPlan(chosen, peak, seconds, worst, last_use, recomputed, walk.restored, in_place)
 
     def _transfers(self, room: Bytes, moved: Sequence[Fate], needed_at: Mapping[int, int]) -> float:
-        """Seconds by which the step takes longer if these leave it and come back within its peak."""
+        """Seconds by which the step takes longer if these are offloaded and reloaded within its peak."""
         start = self.first_backward
         links = [one.link for one in moved if one.link is not None]
         depth, pace = min(link.depth for link in links), min(link.pace for link in links)

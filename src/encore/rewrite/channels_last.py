@@ -180,7 +180,7 @@ class _Spreading:
 
 
 def _shape(graph: Graph, op: Op) -> ConvolutionShape | None:
-    """What a convolution's time depends on; None for those that this pass leaves alone."""
+    """What a convolution's time depends on; None for those that this pass does not change."""
     source, weight, _, stride, padding, dilation, transposed, _, groups = op.args
     source, weight = graph.values[source.value], graph.values[weight.value]
     if transposed or len(source.shape) != 4 or device_of(graph, source.id) != "cpu" or source.dtype is None:

@@ -177,7 +177,7 @@ class _Split:
     # -- exits -------------------------------------------------------------------------------------------------------
 
     def _write_rows(self, leave: RowByRow, k: int, rows: int) -> None:
-        """Into memory for all rows, there from the first slice on: a `cat` in the end would hold them twice."""
+        """Into memory for all rows, there from the first slice on: a `cat` in the end would allocate them twice."""
         shape = self.values[leave.result].shape
         part = self._exit_op(leave, f"rows{k}", aten.mm.default, (Ref(rows), Ref(leave.right)))
         made = self._result(part, (self.lengths[k], shape[1]), leave.result)

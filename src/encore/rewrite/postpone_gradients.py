@@ -14,7 +14,7 @@ from encore.graph.editor import Editor
 FEW = 1 << 20
 """Bytes of a gradient that is made where it always was."""
 TIMES = 4
-"""A gradient is postponed that takes so many times the bytes that are held for it meanwhile."""
+"""A gradient is postponed that takes so many times the bytes that are kept for it meanwhile."""
 MOVABLE = frozenset({OpClass.VIEW, OpClass.CHEAP, OpClass.HEAVY})
 
 

@@ -94,7 +94,7 @@ def apply(graph: Graph, *, exact: bool) -> Graph:
 
 
 def _is_stuck(graph: Graph, storage: int, reading: Reading) -> bool:
-    """Views, draws and writes are left alone."""
+    """Views, draws and writes are not changed."""
     whole = graph.storages[storage].values[0] == reading.value
     return not whole or reading.op.kind not in (OpClass.CHEAP, OpClass.HEAVY)
 

@@ -1,4 +1,4 @@
-"""Plan + graph -> one linear stream of actions for forward and one for backward; what they hold, byte by byte.
+"""Plan + graph -> one linear stream of actions for forward and one for backward; their memory, byte by byte.
 
 Nothing here chooses what to keep, and nothing here runs on real tensors.
 """

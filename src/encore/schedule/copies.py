@@ -48,8 +48,8 @@ class CarriedOut:
 
 
 def carry_out(graph: Graph, fates: Collection[Fate], *, exact: bool) -> Graph:
-    """The graph that carries out these fates. `exact` asks for the very bits that forward made; otherwise a
-    normalisation is computed again from its statistics, which saves the reductions."""
+    """The graph that carries out these fates. `exact` asks for exactly the bits that forward made; otherwise a
+    normalisation is recomputed from its statistics, which saves the reductions."""
     return carry_out_fates(graph, fates, exact=exact).graph
 
 

@@ -118,7 +118,7 @@ DECLINED: Mapping[str, Callable[[Graph, Op], bool]] = {
     "_fused_rms_norm": _mixes_types,
     "_fused_rms_norm_backward": _mixes_types,
 }
-"""Forms in which an operator that could be fused is left alone."""
+"""Forms in which an operator that could be fused stays separate."""
 
 
 class _Grouping:

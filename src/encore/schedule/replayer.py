@@ -81,7 +81,7 @@ class _Machine:
         for value in values:
             if value not in self.names:
                 self._fail(f"{phase} ends without {self._name(value)}")
-            self._check_intact(value, f"{phase} hands over")
+            self._check_intact(value, f"{phase} returns")
         left = set(self.names) - values
         if left:
             self._fail(f"{phase} leaks {self._name(min(left))}")

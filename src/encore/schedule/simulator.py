@@ -86,7 +86,7 @@ class Change:
 def simulate(
     schedule: Schedule, workspace: Workspace = lambda graph, op: 0, *, outputs_outlive: bool = True
 ) -> Timeline:
-    """Walk the schedule, forward then backward. The user is taken to hold the outputs until the end, unless they
+    """Walk the schedule, forward then backward. The user is assumed to keep the outputs until the end, unless they
     only go on to the next graph of a broken model (`outputs_outlive=False`), which is done with them by then."""
     walk = _Walk(schedule, workspace)
     saved = _walk_step(walk, schedule, outputs_outlive)
@@ -211,7 +211,7 @@ class _Walk:
             self._look_away(self.storage_of[value])
 
     def release_names(self, keep: Iterable[int]) -> None:
-        """Forward returns: its frame goes, what it hands over stays."""
+        """Forward returns: its frame is freed, what it saves stays."""
         kept = set(keep)
         for value in [value for value in self.names if value not in kept]:
             self._unbind(value)

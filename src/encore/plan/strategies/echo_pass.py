@@ -190,7 +190,7 @@ class _Frontier:
         return arrived
 
     def _size(self, value: int) -> int:
-        """What holding an operand costs."""
+        """What keeping an operand costs."""
         return 0 if self.forward.producer(value) in self.free else self.forward.bytes(value)
 
     def _held_anyway(self, value: int) -> bool:
