@@ -90,10 +90,21 @@ class Editor:
 
     def result(self, op: Op, shape: Sequence[int], dtype: torch.dtype, device: str) -> int:
         """A new contiguous tensor that the operator makes."""
-        size = math.prod(shape) * dtype.itemsize
-        storage = Storage(len(self.graph.storages), block_bytes(size, device), device)
-        self.graph.storages.append(storage)
-        return self._add_value(op, op.name, storage.id, tuple(shape), contiguous_strides(shape), dtype, 0)
+        storage = self.add_storage(block_bytes(math.prod(shape) * dtype.itemsize, device), device)
+        return self._add_value(op, op.name, storage, tuple(shape), contiguous_strides(shape), dtype, 0)
+
+    def add_storage(self, size: int, device: str) -> int:
+        """Add memory of so many bytes."""
+        self.graph.storages.append(Storage(len(self.graph.storages), size, device))
+        return len(self.graph.storages) - 1
+
+    def add(self, value: Value) -> int:
+        """Add a value, in the storage it names, and return its number."""
+        value.id, value.readers = len(self.graph.values), []
+        self.graph.values.append(value)
+        if value.storage is not None:
+            self.graph.storages[value.storage].values.append(value.id)
+        return value.id
 
     def view_result(self, op: Op, base: int, shape: Sequence[int], stride: Sequence[int], offset: int) -> int:
         """A new view that the operator takes of `base`, `offset` elements into it."""
@@ -218,12 +229,23 @@ class Editor:
         self._settle_orphans(kept)
         graph.ops[:] = self._ordered(self._alive(kept))
         self._move_views()
-        numbers = {op.id: number for number, op in enumerate(graph.ops)}
+        return self._numbered()
+
+    def finish_in_order(self, ops: Iterable[Op]) -> Graph:
+        """The graph with copies of these operators, old and new ones, in this order."""
+        self.graph.ops[:] = [op.copy(number) for number, op in enumerate(ops)]
+        return self._numbered()
+
+    def _numbered(self) -> Graph:
+        """The graph with its operators numbered in their order, by which values know their producer and readers."""
+        graph = self.graph
         for value in graph.values:
-            value.readers = []
-            value.producer = numbers.get(value.producer) if value.producer is not None else None
+            value.readers, value.producer = [], None
         for number, op in enumerate(graph.ops):
             op.id = number
+            for written in op.writes:
+                if written is not None:
+                    graph.values[written].producer = number
             for read in op.reads:
                 graph.values[read].readers.append(number)
         return graph
@@ -319,11 +341,9 @@ class Editor:
         offset: int,
     ) -> int:
         size = math.prod(shape) * dtype.itemsize
-        value = Value(len(self.graph.values), name, storage, shape, stride, dtype, size, op.id, offset=offset)
-        self.graph.values.append(value)
-        self.graph.storages[storage].values.append(value.id)
-        op.writes = (*op.writes, value.id)
-        return value.id
+        number = self.add(Value(0, name, storage, shape, stride, dtype, size, op.id, offset=offset))
+        op.writes = (*op.writes, number)
+        return number
 
 
 def view_strides(value: Value, shape: Sequence[int]) -> tuple[int, ...] | None:
