@@ -14,7 +14,6 @@ PACKAGE = ROOT / "src" / "encore"
 PLACE = "torch_private"
 PUBLIC = ("torch.ops",)
 """Operators, whose names may begin with an underscore."""
-STILL_TO_MOVE = frozenset({"bptt", "codecs", "rewrite", "rnn", "schedule"})
 
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -40,7 +39,7 @@ def is_private(name: str) -> bool:
 
 
 def rooms() -> list[str]:
-    return sorted({path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")} - STILL_TO_MOVE)
+    return sorted({path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")})
 
 
 @pytest.mark.parametrize("room", rooms())

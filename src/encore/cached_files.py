@@ -27,7 +27,7 @@ SHA256 = "sha256"
 
 
 class CachedFileError(Exception):
-    """A file of the cache is missing, damaged or not trusted; its content must be computed again."""
+    """A file of the cache is missing, damaged or not trusted; its content must be recomputed."""
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _opened(path: Path) -> Iterator[int]:
             raise CachedFileError(f"{shown(path)} is not a file")
         why = reason_of_status(path, found)
         if why:
-            warn_once(f"encore: {shown(path)} is not trusted, since {why}; it is computed again")
+            warn_once(f"encore: {shown(path)} is not trusted, since {why}; it is recomputed")
             raise CachedFileError(why)
         yield descriptor
     except OSError as error:

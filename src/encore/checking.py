@@ -1,6 +1,6 @@
 """`ENCORE_CHECK=1`: every step is checked while it is compiled and while it runs; slow, for finding bugs.
 
-The replayer checks the schedule that is lowered (`schedule/replay.py`), every operator is checked while it runs
+The replayer checks the schedule that is lowered (`schedule/replayer.py`), every operator is checked while it runs
 (`lower/checked.py`), and the first call of every graph is compared with plain PyTorch (`compiler/first_call.py`).
 """
 

@@ -57,8 +57,8 @@ class ReplayError(EncoreError):
 
 
 class IllegalGraphError(EncoreError):
-    """A graph or schedule broke a rule of `encore.graph.verify`, `encore.schedule.replay` or `encore.bptt.replay`: a
-    bug in Encore."""
+    """A graph or schedule broke a rule of `encore.graph.verify`, `encore.schedule.replayer` or `encore.bptt.replayer`:
+    a bug in Encore."""
 
 
 @dataclass(frozen=True)

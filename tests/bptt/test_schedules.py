@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from encore.bptt import revolve
 from encore.bptt.actions import Action, Advance, FreeState, LoadState, Reverse, StoreState, Tape, TimeSchedule
-from encore.bptt.choose import Room, choose
 from encore.bptt.keep import KeepTape
 from encore.bptt.multistage import MeasuredPace, Multistage
 from encore.bptt.online import Online
-from encore.bptt.replay import Counts, Replayer, replay
+from encore.bptt.replayer import Counts, Replayer, replay
 from encore.bptt.revolve import Revolve, advances_needed, beta
+from encore.bptt.selection import Room, choose
 from encore.errors import BudgetError, IllegalGraphError, OptionError
 
 

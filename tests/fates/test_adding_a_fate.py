@@ -54,7 +54,7 @@ def test_the_search_chooses_it_and_its_price_is_that_of_the_plan(narrow: type[Fa
     kept = captured(Tower(), X).unplanned
     methods = Methods(frozenset({"recompute", "narrow"}))
     planner = Planner(kept, no_workspace, ByBytes(), methods=methods)
-    plans = [one.plan for one in planner.offers()]
+    plans = [one.plan for one in planner.candidate_plans()]
     assert {"narrow", "recompute and narrow"} <= {plan.name for plan in plans}
     (smallest, *_) = sorted((plan for plan in plans if plan.name == "narrow"), key=lambda plan: plan.timeline.step_peak)
     assert smallest.timeline.step_peak < kept.timeline.step_peak

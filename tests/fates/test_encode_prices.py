@@ -14,10 +14,10 @@ from torch import nn
 import encore
 from encore.codecs import CODECS
 from encore.plan import Methods
-from encore.plan.planner import Planner, menu
+from encore.plan.planner import Planner, candidates_of
 from encore.plan.saved import VERSION, GraphPlan
 from encore.plan.search import Search
-from encore.plan.sketch import Sketch
+from encore.plan.step_model import StepModel
 from support.captured_graphs import captured, drop_gradients, train_step
 from support.mask_models import Gated, Pictures
 from support.random_steps import ByBytes, no_workspace
@@ -65,28 +65,30 @@ def test_a_network_with_pools_norms_and_draws_is_exact(lowering: str) -> None:
 
 def test_codes_make_budgets_cheaper_and_plans_stay_monotone() -> None:
     kept = captured(Gated(), X).unplanned
-    offers = {}
+    candidates = {}
     for codecs in ((), LOSSLESS):
         planner = Planner(kept, no_workspace, ByBytes(), methods=Methods(codecs=codecs))
-        offers[codecs] = menu([planner])
-        peaks = [offer.plan.timeline.step_peak for offer in offers[codecs]]
-        assert [offer.overhead for offer in offers[codecs]] == sorted(offer.overhead for offer in offers[codecs])
+        candidates[codecs] = candidates_of([planner])
+        peaks = [candidate.plan.timeline.step_peak for candidate in candidates[codecs]]
+        assert [candidate.overhead for candidate in candidates[codecs]] == sorted(
+            candidate.overhead for candidate in candidates[codecs]
+        )
         assert peaks[-1] < peaks[0]
-    assert any(offer.plan.encodings for offer in offers[LOSSLESS])
-    for offer in offers[()]:
-        within = [other for other in offers[LOSSLESS] if other.step_peak <= offer.step_peak * 1.02]
-        assert min(other.overhead for other in within) <= offer.overhead * 1.05 + 1e-9
+    assert any(candidate.plan.encodings for candidate in candidates[LOSSLESS])
+    for candidate in candidates[()]:
+        within = [other for other in candidates[LOSSLESS] if other.step_peak <= candidate.step_peak * 1.02]
+        assert min(other.overhead for other in within) <= candidate.overhead * 1.05 + 1e-9
 
 
 def test_one_value_has_one_fate() -> None:
     kept = captured(Gated(), X).unplanned
     planner = Planner(kept, no_workspace, ByBytes(), methods=Methods(codecs=LOSSLESS))
-    sketch = Sketch(kept.schedule, kept.timeline, ByBytes(), fused=False)
-    sketch.add_candidates(planner.candidates(sketch.open_values, planner.methods))
-    search = Search(sketch)
+    model = StepModel(kept.schedule, kept.timeline, ByBytes(), fused=False)
+    model.add_candidates(planner.candidates(model.open_values, planner.methods))
+    search = Search(model)
     search.run([])
-    for outline in search.found.values():
-        values = [fate.value for fate in outline.fates]
+    for rough in search.found.values():
+        values = [fate.value for fate in rough.fates]
         assert len(values) == len(set(values))
 
 
@@ -141,7 +143,7 @@ def with_code(plan: encore.SavedPlan, **changed: Any) -> encore.SavedPlan:
     ("changed", "message"),
     [
         ({"codec": "morse"}, "'morse', which this Encore does not know; it has .*'bits'"),
-        ({"value": "addmm"}, r"'bits' cannot hold addmm \(torch.float32, \[512, 64\]\)"),
+        ({"value": "addmm"}, r"'bits' cannot encode addmm \(torch.float32, \[512, 64\]\)"),
     ],
 )
 def test_a_code_that_cannot_be_is_refused(changed: dict[str, Any], message: str) -> None:

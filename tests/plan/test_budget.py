@@ -12,7 +12,7 @@ from torch import nn
 import encore
 from encore.fates import Keep
 from encore.options import Budget, Options
-from encore.plan import Offer, Plan, choose, keep_everything, keeps_budget
+from encore.plan import Candidate, Plan, choose, keep_everything, keeps_budget
 from support.captured_graphs import Perceptron, captured
 
 
@@ -33,9 +33,9 @@ def plan(name: str, step_peak: int, overhead: float) -> Plan:
     )
 
 
-def menu() -> list[Offer]:
+def some_candidates() -> list[Candidate]:
     plans = [plan("all kept", 1000, 0.0), plan("some", 600, 0.04), plan("more", 500, 0.04), plan("least", 200, 0.5)]
-    return [Offer.of(one) for one in plans]
+    return [Candidate.of(one) for one in plans]
 
 
 RESIDENT = 280
@@ -64,11 +64,13 @@ def test_the_resident_bytes_are_those_of_parameters_and_inputs() -> None:
     ],
 )
 def test_the_fastest_that_fits_or_the_smallest_that_is_fast_enough(options: Options, chosen: str) -> None:
-    assert choose(menu(), options).plan.name == chosen
+    assert choose(some_candidates(), options).plan.name == chosen
 
 
 def test_a_larger_budget_is_never_slower_and_a_smaller_one_never_higher() -> None:
-    picked = [choose(menu(), Options(budget=Budget(bytes=RESIDENT + size))).plan for size in range(200, 1101, 50)]
+    picked = [
+        choose(some_candidates(), Options(budget=Budget(bytes=RESIDENT + size))).plan for size in range(200, 1101, 50)
+    ]
     overheads = [plan.overhead for plan in picked]
     peaks = [plan.timeline.step_peak for plan in picked]
     assert overheads == sorted(overheads, reverse=True)
@@ -77,7 +79,7 @@ def test_a_larger_budget_is_never_slower_and_a_smaller_one_never_higher() -> Non
 
 @pytest.mark.parametrize("budget", [Budget(bytes=RESIDENT + 600), Budget(share=(RESIDENT + 600) / (RESIDENT + 1000))])
 def test_a_plan_that_came_out_larger_is_held_against_the_budget_again(budget: Budget) -> None:
-    unplanned, options = menu()[0].plan, Options(budget=budget)
+    unplanned, options = some_candidates()[0].plan, Options(budget=budget)
     assert keeps_budget(plan("as offered", 600, 0.1), options, unplanned=unplanned)
     assert not keeps_budget(plan("a byte more", 601, 0.1), options, unplanned=unplanned)
     assert keeps_budget(plan("no bound", 10_000, 0.1), Options(budget=Budget()), unplanned=unplanned)
@@ -85,13 +87,13 @@ def test_a_plan_that_came_out_larger_is_held_against_the_budget_again(budget: Bu
 
 def test_a_share_is_one_of_the_step_that_nobody_planned() -> None:
     options, unplanned = Options(budget=Budget(share=0.5)), plan("unplanned", 2 * (RESIDENT + 1000) - RESIDENT, 0.0)
-    assert choose(menu(), options, unplanned=unplanned).plan.timeline.step_peak == 1000
-    assert choose(menu(), options).plan.timeline.step_peak < 1000
+    assert choose(some_candidates(), options, unplanned=unplanned).plan.timeline.step_peak == 1000
+    assert choose(some_candidates(), options).plan.timeline.step_peak < 1000
 
 
 def test_a_byte_below_the_floor_is_refused_with_the_floor() -> None:
     with pytest.raises(encore.BudgetError) as refused:
-        choose(menu(), Options(budget=Budget(bytes=RESIDENT + 199)))
+        choose(some_candidates(), Options(budget=Budget(bytes=RESIDENT + 199)))
     assert refused.value.floor == RESIDENT + 200
 
 

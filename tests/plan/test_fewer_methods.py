@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks.workloads.inception import Inception
 from encore.codecs import CODECS, Share
 from encore.options import Budget, Options
-from encore.plan import Methods, Offer, choose, keep_everything, menu
+from encore.plan import Candidate, Methods, candidates_of, choose, keep_everything
 from encore.plan.plan import Plan
 from encore.plan.planner import Planner
 from support.captured_graphs import captured
@@ -45,23 +45,23 @@ class TwoInceptions(nn.Module):
         return self.layers(x).mean((2, 3)).logsumexp(1).sum()
 
 
-def offered(kept: Plan, density: float) -> dict[str, list[Offer]]:
+def offered(kept: Plan, density: float) -> dict[str, list[Candidate]]:
     """By set of methods, for a step whose maps are so dense."""
     densities = {Share.NON_ZEROS: {value.name: density for value in kept.schedule.graph.values}}
     return {
-        name: menu([Planner(kept, no_workspace, ByBytes(), methods=methods, densities=densities)])
+        name: candidates_of([Planner(kept, no_workspace, ByBytes(), methods=methods, densities=densities)])
         for name, methods in SETS.items()
     }
 
 
-def assert_more_is_no_worse(offers: dict[str, list[Offer]]) -> None:
+def assert_more_is_no_worse(candidates: dict[str, list[Candidate]]) -> None:
     for few, many in MORE:
         for overhead in OVERHEADS:
             options = Options(overhead=overhead)
-            theirs, ours = (choose(offers[name], options).plan for name in (few, many))
+            theirs, ours = (choose(candidates[name], options).plan for name in (few, many))
             assert ours.timeline.step_peak <= theirs.timeline.step_peak, (few, many, overhead)
             budget = Budget(bytes=theirs.timeline.resident + theirs.timeline.step_peak)
-            theirs, ours = (choose(offers[name], Options(budget=budget)).plan for name in (few, many))
+            theirs, ours = (choose(candidates[name], Options(budget=budget)).plan for name in (few, many))
             assert ours.overhead <= theirs.overhead, (few, many, budget)
 
 
@@ -93,7 +93,7 @@ def test_on_inception_modules(density: float) -> None:
     torch._dynamo.reset()
     found = captured(TwoInceptions(), torch.randn(4, 3, 32, 32), overhead=1e-9)
     kept = keep_everything(found.plan.schedule.graph, no_workspace)
-    offers = offered(kept, density)
-    assert_more_is_no_worse(offers)
-    smallest = {name: min(offer.plan.timeline.step_peak for offer in offers[name]) for name in SETS}
+    candidates = offered(kept, density)
+    assert_more_is_no_worse(candidates)
+    smallest = {name: min(candidate.plan.timeline.step_peak for candidate in candidates[name]) for name in SETS}
     assert smallest["both"] < min(smallest["recompute"], smallest["encode"])

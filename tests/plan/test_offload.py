@@ -26,8 +26,8 @@ from encore.errors import TierError
 from encore.fates import Encode, Link, Offload
 from encore.lower import Transport
 from encore.options import Budget, Options, make_options
-from encore.plan import Methods, Offer, choose, stack_plans
-from encore.plan.planner import Planner, menu
+from encore.plan import Candidate, Methods, choose, stack_plans
+from encore.plan.planner import Planner, candidates_of
 from encore.schedule import Load, Store, Wait, replay
 from encore.tiers import Disk, slot_file
 from support.captured_graphs import captured, drop_gradients, train_step
@@ -141,15 +141,15 @@ def test_more_methods_never_give_a_slower_plan_for_a_budget() -> None:
     lossless = tuple(name for name, codec in CODECS.items() if codec.lossless)
     disk = {"disk": Link(store=5e-9, load=5e-9, call=1e-5, pace=0.7, depth=8)}
 
-    def offers(codecs: tuple[str, ...], links: dict[str, Link]) -> list[Offer]:
-        return menu([Planner(kept, no_workspace, ByBytes(), methods=Methods(codecs=codecs), links=links)])
+    def candidates(codecs: tuple[str, ...], links: dict[str, Link]) -> list[Candidate]:
+        return candidates_of([Planner(kept, no_workspace, ByBytes(), methods=Methods(codecs=codecs), links=links)])
 
-    fewer = offers((), {})
-    for more in (offers(lossless, {}), offers((), disk)):
-        for offer in fewer:
-            budget = Options(budget=Budget(bytes=stack_plans([offer.plan]).total))
+    fewer = candidates((), {})
+    for more in (candidates(lossless, {}), candidates((), disk)):
+        for candidate in fewer:
+            budget = Options(budget=Budget(bytes=stack_plans([candidate.plan]).total))
             assert choose(more, budget).overhead <= choose(fewer, budget).overhead
-        floors = [choose(menu, Options(budget=Budget())).plan.timeline.step_peak for menu in (fewer, more)]
+        floors = [choose(several, Options(budget=Budget())).plan.timeline.step_peak for several in (fewer, more)]
         assert floors[1] <= floors[0]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from encore.options import make_options
 from encore.plan.budget import choose
-from encore.plan.planner import Planner, menu
+from encore.plan.planner import Planner, candidates_of
 from encore.schedule import replay, simulate
 from support.exact_optimum import Program
 from support.random_steps import ByBytes, kept_step, no_workspace
@@ -41,12 +41,12 @@ def contests(seed: int) -> tuple[list[Contest], float]:
     """The planner's results on one graph, and its floor by the lowest there is."""
     kept = kept_step(seed)
     planner, program = Planner(kept, no_workspace, ByBytes()), Program(kept.schedule.graph, ByBytes())
-    offers, unplanned = menu([planner]), kept.timeline.step_peak
-    floor = min(offer.plan.timeline.step_peak for offer in offers)
+    candidates, unplanned = candidates_of([planner]), kept.timeline.step_peak
+    floor = min(candidate.plan.timeline.step_peak for candidate in candidates)
     found = []
     for share in SHARES:
         budget = floor + int(share * (unplanned - floor))
-        plan = choose(offers, make_options({"budget": budget + kept.timeline.resident})).plan
+        plan = choose(candidates, make_options({"budget": budget + kept.timeline.resident})).plan
         assert plan.timeline.step_peak <= budget
         optimum = program.within(budget)
         assert optimum is not None

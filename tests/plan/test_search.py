@@ -12,7 +12,7 @@ import encore
 from encore.plan.plan import Plan, keep_everything
 from encore.plan.planner import Planner
 from encore.plan.search import Search
-from encore.plan.sketch import Outline, Sketch
+from encore.plan.step_model import RoughPlan, StepModel
 from encore.plan.strategies import STRATEGIES
 from encore.schedule import simulate
 from support.captured_graphs import captured
@@ -22,14 +22,14 @@ from support.random_steps import ByBytes, kept_step, no_workspace
 MOST_CHOICES = 11
 
 
-def sketched(kept: Plan) -> Sketch:
-    return Sketch(kept.schedule, kept.timeline, ByBytes(), fused=False)
+def sketched(kept: Plan) -> StepModel:
+    return StepModel(kept.schedule, kept.timeline, ByBytes(), fused=False)
 
 
-def every_choice(sketch: Sketch) -> list[Outline]:
-    values = sorted(sketch.droppable - sketch.melting)
+def every_choice(model: StepModel) -> list[RoughPlan]:
+    values = sorted(model.droppable - model.melting)
     chosen = itertools.chain.from_iterable(itertools.combinations(values, size) for size in range(len(values) + 1))
-    return [sketch.outline(choice) for choice in chosen]
+    return [model.evaluate(choice) for choice in chosen]
 
 
 @pytest.mark.slow
@@ -37,12 +37,12 @@ def test_on_small_graphs_plans_are_as_fast_as_the_fastest_of_all_choices() -> No
     looked_at, good = 0, 0
     for seed in range(40):
         kept = kept_step(seed)
-        sketch = sketched(kept)
-        if not 2 <= len(sketch.droppable - sketch.melting) <= MOST_CHOICES:
+        model = sketched(kept)
+        if not 2 <= len(model.droppable - model.melting) <= MOST_CHOICES:
             continue
         planner = Planner(kept, no_workspace, ByBytes())
-        choices = every_choice(sketch)
-        found = Search(sketch).run(sketch.numbers(strategy(sketch.graph)) for strategy in STRATEGIES.values())
+        choices = every_choice(model)
+        found = Search(model).run(model.numbers(strategy(model.graph)) for strategy in STRATEGIES.values())
         floor, most = min(choice.peak for choice in choices), kept.timeline.step_peak
         for budget in {floor, (2 * floor + most) // 3, (floor + 2 * most) // 3}:
             looked_at += 1
@@ -57,8 +57,8 @@ def test_on_small_graphs_plans_are_as_fast_as_the_fastest_of_all_choices() -> No
 def test_an_outline_is_close_to_what_the_built_plan_holds(seed: int) -> None:
     kept = kept_step(seed)
     planner = Planner(kept, no_workspace, ByBytes())
-    for offer in planner.offers():
-        assert offer.plan.timeline.step_peak == pytest.approx(offer.step_peak, rel=0.35)
+    for candidate in planner.candidate_plans():
+        assert candidate.plan.timeline.step_peak == pytest.approx(candidate.step_peak, rel=0.35)
 
 
 @pytest.mark.slow
@@ -66,10 +66,10 @@ def test_blocks_in_outline_are_close_to_the_built_plan() -> None:
     """Backward reads most feature maps of attention through views of its own: those must be seen through."""
     kept = tiny_step("transformer", "eager").plan
     planner = Planner(kept, no_workspace, ByBytes())
-    sketch = Sketch(kept.schedule, simulate(kept.schedule), ByBytes(), fused=False)
-    outline = sketch.outline(STRATEGIES["blocks"](sketch.graph))
-    built = planner.plan(outline.fates).timeline.step_peak
-    assert built == pytest.approx(outline.peak, rel=0.15)
+    model = StepModel(kept.schedule, simulate(kept.schedule), ByBytes(), fused=False)
+    rough = model.evaluate(STRATEGIES["blocks"](model.graph))
+    built = planner.plan(rough.fates).timeline.step_peak
+    assert built == pytest.approx(rough.peak, rel=0.15)
     assert built < 0.65 * kept.timeline.step_peak
 
 
@@ -79,18 +79,18 @@ def test_a_copy_that_a_result_is_written_over_takes_no_memory_in_outline() -> No
     layers = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())
     found = captured(nn.Sequential(layers, nn.Flatten(), nn.Linear(4096, 4)), torch.randn(8, 3, 16, 16), overhead=1e-9)
     kept = keep_everything(found.plan.schedule.graph, no_workspace)
-    sketch = sketched(kept)
-    made = [op for op in sketch.graph.ops if op.forward and op.module.endswith(("0.0", "0.1"))]
-    outline = sketch.outline(sketch.numbers(value for op in made for value in op.writes if value is not None))
-    assert outline.recomputed
-    assert outline.peak == Planner(kept, no_workspace, ByBytes()).plan(outline.fates).timeline.step_peak
+    model = sketched(kept)
+    made = [op for op in model.graph.ops if op.forward and op.module.endswith(("0.0", "0.1"))]
+    rough = model.evaluate(model.numbers(value for op in made for value in op.writes if value is not None))
+    assert rough.recomputed
+    assert rough.peak == Planner(kept, no_workspace, ByBytes()).plan(rough.fates).timeline.step_peak
 
 
 def test_the_kept_step_in_outline_is_the_kept_step() -> None:
     plan = tiny_step("transformer", "eager").plan
-    sketch = Sketch(plan.schedule, plan.timeline, ByBytes(), fused=False)
-    assert sketch.outline(()).peak == plan.timeline.step_peak
-    assert sketch.outline(()).seconds == 0
+    model = StepModel(plan.schedule, plan.timeline, ByBytes(), fused=False)
+    assert model.evaluate(()).peak == plan.timeline.step_peak
+    assert model.evaluate(()).seconds == 0
 
 
 class Deep(nn.Module):
@@ -132,6 +132,6 @@ def test_the_kept_plan_is_fused_once() -> None:
         return plan
 
     planner = Planner(kept_step(0), no_workspace, ByBytes(), fuse=fuse)
-    kept = planner.offers()[0]
+    kept = planner.candidate_plans()[0]
     assert kept.plan.schedule is planner.runs.schedule
     assert fused == [planner.kept]

@@ -12,7 +12,7 @@ import pytest
 
 import encore
 from encore.compiler.profiles import STRETCHES
-from encore.report.page import MOST_MEMBERS, MOST_ROWS, at_peak, decision_data, page
+from encore.report.page import MOST_MEMBERS, MOST_ROWS, at_peak, decision_data, html_page
 from encore.report.profile import LAYERS, Profile
 from encore.report.report import DecisionRow
 from support.example_report import tower_estimate, tower_plan
@@ -38,12 +38,12 @@ def data_of(html: str) -> dict[str, Any]:
 
 def test_the_page_is_written_whole(planned: encore.Report, tmp_path: Path) -> None:
     path = planned.to_html(tmp_path / "report.html")
-    assert path.read_text() == page(planned)
+    assert path.read_text() == html_page(planned)
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_the_page_fetches_nothing(planned: encore.Report) -> None:
-    html = page(planned)
+    html = html_page(planned)
     assert set(re.findall(r"https?://[^\s\"'<>]+", html)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"<(img|iframe|object|embed|video|audio|base)\b|@import|url\(|src=", html)
     assert re.findall(r'<link [^>]*href="([^"]*)"', html) == ["data:,"]
@@ -55,8 +55,8 @@ def test_names_are_text_and_never_markup(planned: encore.Report) -> None:
     rows = tuple(dataclasses.replace(row, module=name, why=name, value=name, source=name) for row in planned.decisions)
     told = tuple(dataclasses.replace(item, module=name, operator=name) for item in planned.allocations)
     report = dataclasses.replace(planned, name=name, decisions=rows, allocations=told, plain=(name,))
-    html = page(report, measured=[encore.Point(name, 1.0, 5)])
-    plain = page(planned)
+    html = html_page(report, measured=[encore.Point(name, 1.0, 5)])
+    plain = html_page(planned)
     assert html.count("<script") == plain.count("<script")
     assert "<img" not in html
     assert "<b>bold" not in plain
@@ -64,7 +64,7 @@ def test_names_are_text_and_never_markup(planned: encore.Report) -> None:
 
 
 def test_the_numbers_of_the_page(planned: encore.Report) -> None:
-    data = data_of(page(planned, peers=[encore.Point("peer", 1.5, 1000)]))
+    data = data_of(html_page(planned, peers=[encore.Point("peer", 1.5, 1000)]))
     assert data["layers"] == list(LAYERS)
     assert data["budget"] == planned.budget
     assert data["taken"] == [planned.resident + planned.planned.step_peak, planned.planned.overhead]
@@ -97,11 +97,11 @@ def long_profile() -> Profile:
 def test_ten_thousand_operators_make_a_small_page(planned: encore.Report) -> None:
     rows = tuple(
         DecisionRow(f"native_layer_norm_{n}", f"decoder.cells.{n % 97}.norm", f"model.py:{n % 211}", (64, 1024),
-                    262144, "recompute", "cheaper to compute again than to hold", 1.2345678e-5, "native_layer_norm")
+                    262144, "recompute", "cheaper to recompute than to keep", 1.2345678e-5, "native_layer_norm")
         for n in range(10_000)
     )  # fmt: skip
     long = dataclasses.replace(planned.planned, profile=long_profile())
-    html = page(dataclasses.replace(planned, decisions=rows, planned=long, unplanned=long))
+    html = html_page(dataclasses.replace(planned, decisions=rows, planned=long, unplanned=long))
     assert len(html.encode()) < LARGEST_PAGE
 
 
@@ -130,7 +130,7 @@ def test_budgets_are_told(estimate: encore.Estimate, wanted: str, budget: Any, a
     report = estimate.plan(wanted)
     expected = int(0.8 * estimate.pareto[0][0]) if budget is ... else budget
     assert (report.budget, report.asked) == (expected, asked)
-    assert asked in page(report)
+    assert asked in html_page(report)
     assert "more time" in estimate.report.asked
 
 

@@ -12,7 +12,7 @@ from torch.cuda import _memory_viz
 
 import encore
 from encore.report.allocations import Allocation
-from encore.report.snapshot import snapshot
+from encore.report.snapshot import memory_snapshot
 from support.example_report import tower_plan
 
 VIEWER_READS = {
@@ -120,7 +120,7 @@ def test_each_device_has_a_trace_of_its_own() -> None:
     def item(device: str, born: int, died: int | None) -> Allocation:
         return Allocation("v", "mm", "m", "m.py:3", (2,), "temporary", 512, device, born, died)
 
-    data = snapshot([item("cuda:0", 0, 3), item("cpu", 1, None), item("cuda:0", 2, None)], beside=100)
+    data = memory_snapshot([item("cuda:0", 0, 3), item("cpu", 1, None), item("cuda:0", 2, None)], beside=100)
     assert [segment["device"] for segment in data["segments"]] == [0, 1]
     assert [len(trace) for trace in data["device_traces"]] == [1 + 4 + 1, 1 + 1]
     assert [segment["total_size"] for segment in data["segments"]] == [100 + 1024, 512]

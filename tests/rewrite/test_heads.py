@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from encore.rewrite import narrow_indices
+from encore.rewrite.head_slices import split_head
 from encore.rewrite.heads import Gathered, RowByRow, Summed, find_heads
-from encore.rewrite.narrow_indices import narrow_indices
-from encore.rewrite.split_head import split_head
 from support.captured_graphs import captured_graph, operators
 from support.head_models import DECLINED, FORMS, WIDTH, Net, batch, causal, entropy
 
@@ -56,6 +56,6 @@ def test_labels_that_backward_reads_narrowed_are_the_same_labels() -> None:
     """Labels that the step computes are saved as smaller integers, like any other index."""
     net = Net(lambda net, h, t: causal(net, h, t)[0])
     graph = captured_graph(net, *batch())
-    narrowed = narrow_indices(graph)
+    narrowed = narrow_indices.apply(graph)
     assert narrowed is not graph
     assert len(list(find_heads(narrowed))) == 1

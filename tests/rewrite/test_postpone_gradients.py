@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import encore
 from encore.compiler import CapturedGraph
 from encore.graph import Graph, Value, verify_graph
-from encore.rewrite.postpone_gradients import FEW, postpone_gradients
+from encore.rewrite import postpone_gradients
+from encore.rewrite.postpone_gradients import FEW
 from encore.schedule import replay
 from support.captured_graphs import captured, drop_gradients, train_step
 from support.single_pass import all_but, checked
@@ -136,14 +137,14 @@ def test_a_gradient_of_large_operands_stays_where_it_is() -> None:
 
 def test_nothing_to_postpone_is_the_same_graph() -> None:
     graph = captured(nn.Linear(4, 4), torch.randn(2, 4)).plan.schedule.graph
-    assert postpone_gradients(graph) is graph
+    assert postpone_gradients.apply(graph) is graph
 
 
 def test_names_survive() -> None:
     """The graph is reordered, not rebuilt: the same operators with the same values."""
     torch.manual_seed(0)
     plain = captured(Classifier(), pictures()).plan.schedule.graph
-    moved = postpone_gradients(plain)
+    moved = postpone_gradients.apply(plain)
     assert sorted(op.name for op in moved.ops) == sorted(op.name for op in plain.ops)
     assert [value.name for value in moved.values] == [value.name for value in plain.values]
     assert made_last(plain).shape[0] == 32, "the first layer's"

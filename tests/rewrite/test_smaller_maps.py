@@ -23,11 +23,8 @@ from encore.api import compiled_call
 from encore.compiler import CapturedGraph
 from encore.graph import verify_graph
 from encore.options import FUSED_PASSES
+from encore.rewrite import pool_maps, read_kept, sign_bits, split_convolutions
 from encore.rewrite.passes import EXACT, rewrite
-from encore.rewrite.pool_maps import pool_maps
-from encore.rewrite.read_kept import read_kept
-from encore.rewrite.sign_bits import sign_bits
-from encore.rewrite.split_convolutions import split_convolutions
 from encore.schedule import Run, replay
 from support.captured_graphs import captured, operators
 from support.rounding import assert_all_as_accurate
@@ -358,7 +355,7 @@ def test_a_map_goes_early_for_other_activations() -> None:
     assert "sign_bits" not in bounded.rewrites  # PyTorch's formula is uneven about NaN
     model, x = two_convolutions(nn.ReLU6())
     graph = captured(model, x).unplanned.schedule.graph
-    after = sign_bits(split_convolutions(read_kept(graph, exact=False)), exact=False)
+    after = sign_bits.apply(split_convolutions.apply(read_kept.apply(graph, exact=False)), exact=False)
     verify_graph(after)
     (inside,) = operators(after, own.encode_inside)
     assert inside.args[1:] == (0.0, 6.0)
@@ -405,10 +402,10 @@ def test_codecs_serve_graphs_of_a_gpu_by_its_number() -> None:
     graph = captured(model, torch.randn(4, 3, 32, 32)).unplanned.schedule.graph
     for storage in graph.storages:
         storage.device = "cuda:0"
-    graph = split_convolutions(graph)
+    graph = split_convolutions.apply(graph)
     for run, forward, backward in (
-        (partial(sign_bits, exact=True), own.encode_sign, own.masked_by_bits),
-        (pool_maps, own.max_pool_map, own.max_pool_map_backward),
+        (partial(sign_bits.apply, exact=True), own.encode_sign, own.masked_by_bits),
+        (pool_maps.apply, own.max_pool_map, own.max_pool_map_backward),
     ):
         after = run(graph)
         verify_graph(after)

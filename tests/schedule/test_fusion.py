@@ -425,7 +425,7 @@ def test_a_kernel_that_writes_over_what_somebody_else_holds(good: Schedule) -> N
     ((written, _), *_) = last.over
     primal = good.graph.primals[0]
     change = spoilt(good, reads=(*last.reads, primal), over=((written, primal),))
-    rejected(change, "writes over primals_1, which somebody else holds")
+    rejected(change, "writes over primals_1, which the schedule does not own")
 
 
 def test_a_kernel_that_writes_over_a_smaller_block() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from encore.schedule import Fused, Run
-from encore.schedule.simulate import Moment
+from encore.schedule.simulator import Moment
 from support.observed_steps import TinyStep, tiny_step
 from support.workload_cases import workloads_lowered
 

@@ -263,7 +263,7 @@ def never_freed(actions: list[Action]) -> list[Action]:
         ("forward", waits_twice, "a wait for .* which has not begun"),
         ("forward", never_freed, "before .*_store is waited for"),
         ("backward", without(Load), "a wait for .* which has not begun"),
-        ("backward", waits_last, "whose bytes nobody has waited for"),
+        ("backward", waits_last, "whose bytes have not been waited for"),
     ],
 )
 def test_a_spoilt_schedule_is_rejected(phase: str, spoil: Callable[[list[Action]], list[Action]], why: str) -> None:

@@ -10,6 +10,6 @@ graphs, plans.
 
 from encore.bptt.layers import over_time
 from encore.bptt.report import ScanReport
-from encore.bptt.scan import scan
+from encore.bptt.scanning import scan
 
 __all__ = ["ScanReport", "over_time", "scan"]

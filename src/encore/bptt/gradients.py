@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from encore.bptt.first_step import Facts, leaves_behind
 from encore.bptt.loop import Loop
-from encore.bptt.probe import Facts, leaves_behind
 from encore.bptt.source import Once
 from encore.errors import OptionError, ReplayError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from encore.bptt.scan import scan
+from encore.bptt.scanning import scan
 from encore.bptt.source import Pieces
 from encore.errors import OptionError
 

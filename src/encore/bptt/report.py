@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from encore.bptt.actions import Action, Advance, FreeState, LoadState, Reverse, StoreState, Tape
-from encore.bptt.replay import Counts
+from encore.bptt.replayer import Counts
 from encore.errors import MissingPackageError, NeverRunError
 from encore.tiers import Parcel, Transfers
 from encore.units import bytes_text

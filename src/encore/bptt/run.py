@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from encore.bptt.actions import Action, Advance, FreeState, LoadState, Prefetch, Reverse, StoreState, Tape, TimeSchedule
+from encore.bptt.first_step import Facts, sequence_number, without_hooks
 from encore.bptt.gradients import BlockTape, Gradients
 from encore.bptt.loop import Loop, Results, detached, leaf
-from encore.bptt.probe import Facts, sequence_number, without_hooks
 from encore.bptt.reach import ReachableTensors
-from encore.bptt.replay import Replayer
+from encore.bptt.replayer import Replayer
 from encore.bptt.report import EventLog, ScanReport
 from encore.bptt.snapshot import same_bits
 from encore.bptt.states import States

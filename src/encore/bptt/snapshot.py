@@ -90,15 +90,15 @@ class Surroundings:
         for generator in self.generators:
             generator.set_state(next(rest))
 
-    def read(self, base: Around | None = None) -> Around:
+    def read(self, base: SurroundingState | None = None) -> SurroundingState:
         """Surroundings as they are now; what is as it was in `base` is shared with it."""
         found = [*self.random_state(), *(buffer.clone() for buffer in self.buffers)]
         if base is None:
-            return Around(tuple(found), (True,) * len(found))
+            return SurroundingState(tuple(found), (True,) * len(found))
         changed = tuple(not torch.equal(old, new) for old, new in zip(base.tensors, found, strict=True))
         return base.with_changes(changed, [new for new, is_new in zip(found, changed, strict=True) if is_new])
 
-    def write(self, around: Around) -> None:
+    def write(self, around: SurroundingState) -> None:
         self.set_random_state(around.tensors[: self.states])
         with torch.no_grad():
             for buffer, value in zip(self.buffers, around.tensors[self.states :], strict=True):
@@ -106,7 +106,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class SurroundingState:
     """Surroundings at one time: random states, then buffers."""
 
     tensors: tuple[Tensor, ...]
@@ -116,11 +116,11 @@ class Around:
     def changes(self) -> list[Tensor]:
         return [tensor for tensor, changed in zip(self.tensors, self.changed, strict=True) if changed]
 
-    def with_changes(self, changed: tuple[bool, ...], tensors: Sequence[Tensor]) -> Around:
+    def with_changes(self, changed: tuple[bool, ...], tensors: Sequence[Tensor]) -> SurroundingState:
         """As these, with `tensors` where `changed` says so."""
         given = iter(tensors)
         made = (next(given) if is_new else old for old, is_new in zip(self.tensors, changed, strict=True))
-        return Around(tuple(made), changed)
+        return SurroundingState(tuple(made), changed)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from encore.bptt.trees import Structure
 from encore.errors import EncoreError, OptionError
+from encore.graph.torch_private import pytree
 from encore.tiers import Parcel
 
 AT_ONCE = 256

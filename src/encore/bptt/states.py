@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from encore.bptt.actions import Level
-from encore.bptt.snapshot import Around, Held, Surroundings
+from encore.bptt.snapshot import Held, Surroundings, SurroundingState
 from encore.bptt.source import Once, Source
 from encore.tiers import Parcel, Tier
 
@@ -24,7 +24,7 @@ class States:
         """The surroundings when the loop began: what is as it was then is shared."""
         self._once = source if isinstance(source, Once) else None
         self._last_stored = 0
-        self._memory: dict[int, tuple[Held, Around]] = {}
+        self._memory: dict[int, tuple[Held, SurroundingState]] = {}
         self._parcels: dict[int, tuple[Parcel, tuple[bool, ...]]] = {}
         self._inputs: dict[int, tuple[Parcel, list[Any]]] = {} if self._once is None else self._once.parcels
         self._finalizer = weakref.finalize(self, _abandon, self._parcels, self._inputs)
@@ -55,7 +55,7 @@ class States:
         if self._once is not None:
             self._once.prefetch(step)
 
-    def load(self, step: int, level: Level, count: int) -> tuple[list[Tensor], Around, Parcel | None]:
+    def load(self, step: int, level: Level, count: int) -> tuple[list[Tensor], SurroundingState, Parcel | None]:
         """The `count` tensors of a carry, and the surroundings it was stored with."""
         if level == "memory":
             held, around = self._memory[step]

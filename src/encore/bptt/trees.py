@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from encore.errors import OptionError
+from encore.graph.torch_private import pytree
 
 
 class Structure:

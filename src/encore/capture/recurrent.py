@@ -67,7 +67,7 @@ class LayerKind:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerCall:
+class AtenLayerCall:
     """The arguments of one of these operators by name."""
 
     x: Tensor
@@ -98,13 +98,13 @@ def lifted(operator: Any) -> Callable[..., Any]:
     unchanged = torch_private.composite(operator)
 
     def run(x: Tensor, hx: Any, *others: Any) -> Any:
-        found = _run(operator, LayerCall(x, None, hx, *others))
+        found = _run(operator, AtenLayerCall(x, None, hx, *others))
         return unchanged(x, hx, *others) if found is None else found
 
     return run
 
 
-def _run(operator: Any, call: LayerCall) -> tuple[Tensor, ...] | None:
+def _run(operator: Any, call: AtenLayerCall) -> tuple[Tensor, ...] | None:
     """Run the call with Encore's operators; None if it is left to ATen."""
     cell, x = CELLS[operator], call.x
     states = list(call.hx) if cell.states > 1 else [call.hx]
@@ -138,7 +138,7 @@ def packed_layers(
 ) -> list[Tensor]:  # fmt: skip
     """Run all layers on rows in a block: with Encore's operators, or with ATen's, one layer at a time."""
     operator = getattr(aten, kind).data
-    call = LayerCall(
+    call = AtenLayerCall(
         rows, batch_sizes, hx if len(hx) > 1 else hx[0], params, has_biases, num_layers, dropout, train, bidirectional,
         batch_first=False,
     )  # fmt: skip
@@ -146,7 +146,7 @@ def packed_layers(
     return list(_by_aten(operator, call) if found is None else found)
 
 
-def _by_aten(operator: Any, call: LayerCall) -> tuple[Tensor, ...]:
+def _by_aten(operator: Any, call: AtenLayerCall) -> tuple[Tensor, ...]:
     """Run the call with ATen's layers, one operator each (`rnn/packed_aten.py`)."""
     cell, x, directions = CELLS[operator], call.x, 2 if call.bidirectional else 1
     states = list(call.hx) if cell.states > 1 else [call.hx]

@@ -24,7 +24,7 @@ def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
     if not (path and colon and name):
         raise TargetError(f"{target!r} is not a target; write package.module:factory")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: modules of the folder one stands in can be named
+        sys.path.insert(0, "")  # as `python -m` does: modules of the current folder can be named
     module = _users(f"cannot import {path!r}", lambda: importlib.import_module(path))
     factory = getattr(module, name, None)
     if not callable(factory):

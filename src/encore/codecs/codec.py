@@ -43,7 +43,7 @@ class Coding:
     size: Callable[..., int]
     """`(count, dtype, ...)`: the bytes of a code for so many elements; the most, if they depend on the data."""
     workspace: Callable[..., int]
-    """`(count, dtype, device, ...)`: bytes that `write` and `read` allocate and free, the code aside."""
+    """`(count, dtype, device, ...)`: bytes that `write` and `read` allocate and free, without the code."""
     options: str = ""
     """Of the operators, as their schemas declare them."""
     exact: Callable[..., bool] = lambda *_: True

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from encore.codecs.floats import FORMATS, GROUP
 from encore.kernels.gpu import bits, floats, integers, pool_map, sparse
-from encore.kernels.gpu.launch import launch
+from encore.kernels.gpu.launcher import launch
 from encore.kernels.gpu.tiles import TILE
 
 BLOCK = TILE

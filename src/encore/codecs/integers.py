@@ -1,7 +1,7 @@
 """Integers in the fewest bytes that their range allows: indices of tokens, classes, positions. Lossless.
 
 **Format.** Where the range is known (`max_index` >= 0, numbers from 0 to it): n unsigned integers of the fewest bytes
-(1, 2, 4 or 8) that hold `max_index`, nothing else. A number outside of the range is an error, never cut. If it is not
+(1, 2, 4 or 8) for `max_index`, nothing else. A number outside of the range is an error, never cut. If it is not
 known (`max_index` = -1): a header of 16 bytes, int64 base (the least number) and int64 width (0, 1, 2, 3 for 1, 2, 4, 8
 bytes), and n unsigned integers of that width, each a number less the base. Everything is little-endian.
 

@@ -1,7 +1,7 @@
 """Max pooling that keeps where in each window the maximum stood: Gist's map (Jain et al., ISCA 2018), exact.
 
 PyTorch keeps eight bytes a result: the maximum's place in its plane. The place in the window is all that backward
-needs, and four bits hold it for windows of up to 16 positions, eight for up to 256. Larger windows are an error.
+needs, and four bits suffice for windows of up to 16 positions, eight for up to 256. Larger windows are an error.
 
 - `max_pool_map(x, kernel, stride, padding, dilation, ceil_mode) -> (y, map)`: y as `max_pool2d_with_indices` makes it
   (`max_pool3d_with_indices` for a kernel of three dimensions), ties, NaN, -inf and memory format included.

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from encore import api
 from encore.compare import systems
@@ -29,6 +28,7 @@ from encore.compare.trainee import (
     relative_distance,
 )
 from encore.errors import BudgetError, EncoreError
+from encore.graph.torch_private import pytree
 from encore.report.report import Report
 from encore.terminal import Advance
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from encore import api
 from encore.compare import systems
 from encore.compare.contest import EAGER, Contest
 from encore.compare.outcome import Outcome, finite
-from encore.compare.recommend import Recommendation, recommend
+from encore.compare.recommendation import Recommendation, recommend
 from encore.compare.table import outcome_table
 from encore.compare.trainee import Trainee
 from encore.errors import BudgetError, EncoreError, OptionError
+from encore.graph.torch_private import pytree
 from encore.machine import Machine, this_machine
 from encore.options import Budget, parse_budget
 from encore.terminal import progress

@@ -13,11 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import nn
-from torch._inductor.compile_fx import compile_fx
-from torch.nn.modules.module import _forward_unimplemented
 from torch.utils.checkpoint import checkpoint
+
+from encore.compare.torch_private import compile_fx, forward_unimplemented, functorch_config
 
 
 def eager(model: Any) -> Any:
@@ -76,7 +75,7 @@ def repeated_blocks(model: Any) -> list[nn.Module]:
 def _may_be_a_block(module: nn.Module) -> bool:
     """Return whether a checkpoint around this module can free anything: one with parameters that computes more than a
     single layer of `torch.nn`."""
-    if type(module).forward is _forward_unimplemented or not any(True for _ in module.parameters()):
+    if type(module).forward is forward_unimplemented or not any(True for _ in module.parameters()):
         return False
     return any(True for _ in module.children()) or not type(module).__module__.startswith("torch.nn.")
 

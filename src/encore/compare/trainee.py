@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from encore.comparison import cotangent
 from encore.cost import Measurement, measure
 from encore.errors import OptionError
+from encore.graph.torch_private import pytree
 
 SEED = 0
 

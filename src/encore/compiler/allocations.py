@@ -13,7 +13,7 @@ from encore.graph import Graph, Op
 from encore.plan import Plan
 from encore.report.allocations import Allocation
 from encore.schedule import Change, Fused, Kind, Run, changes, residents, stretches
-from encore.schedule.simulate import Moment
+from encore.schedule.simulator import Moment
 
 
 def allocations_of(plans: Sequence[Plan]) -> tuple[Allocation, ...]:

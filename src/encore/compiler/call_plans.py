@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from encore.compiler.variants import Variant
 from encore.options import Lossy
-from encore.plan import Offer, Plan, worth_having
+from encore.plan import Candidate, Plan, worth_having
 from encore.plan.calls import CallCosts
 
 MOST_PLANS = 7
@@ -19,7 +19,9 @@ LOOKED_AT = 3
 class CallPlans:
     """The candidates of one graph that no other candidate beats in saved bytes, peaks and seconds."""
 
-    def __init__(self, offers: Sequence[Offer], kept: Plan, seconds: float, build: Callable[[Offer], Variant]) -> None:
+    def __init__(
+        self, offers: Sequence[Candidate], kept: Plan, seconds: float, build: Callable[[Candidate], Variant]
+    ) -> None:
         self.kept = kept
         """The plan that changes nothing."""
         self.unplanned = CallCosts.of(kept, seconds)
@@ -27,7 +29,7 @@ class CallPlans:
         looked_at = [
             (CallCosts.of(offer.plan, seconds * (1 + offer.overhead)), offer) for offer in dict.fromkeys(offers)
         ]
-        worth: list[tuple[CallCosts, Offer]] = []
+        worth: list[tuple[CallCosts, Candidate]] = []
         for cost, offer in looked_at:
             if not any(other.dominates(cost) for other, _ in worth):
                 worth = [(other, its) for other, its in worth if not cost.dominates(other)]
@@ -53,7 +55,7 @@ def _size(cost: CallCosts) -> tuple[int, float]:
     return cost.saved + max(cost.forward_peak, cost.backward_peak), cost.seconds
 
 
-def few(offers: Sequence[Offer]) -> list[Offer]:
+def few(offers: Sequence[Candidate]) -> list[Candidate]:
     """A few of the candidates of one search, the fastest and the smallest among them."""
     worth = worth_having(offers)
     smallest = sorted(offers, key=lambda offer: (offer.step_peak, offer.overhead))[:LOOKED_AT]

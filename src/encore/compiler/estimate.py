@@ -74,7 +74,7 @@ class Estimate:
                 graph,
                 plan=plan,
                 limit=self._of_step(wanted, place).bytes,
-                choices=tuple(offer.told for offer in worth_having(graph.offers)),
+                choices=tuple(offer.peak_and_overhead for offer in worth_having(graph.offers)),
             )
             for place, (graph, plan) in enumerate(zip(self.captured, self._pick(options), strict=True))
         ]

@@ -12,7 +12,7 @@ from encore.compiler.fuse import FusedPlan, fuse_plan
 from encore.errors import PlanError
 from encore.graph import Graph, verify_graph
 from encore.lower import kernel_store
-from encore.plan import GraphPlan, Offer, Plan, Planner, allowed_methods, keep_everything, will_do
+from encore.plan import Candidate, GraphPlan, Plan, Planner, allowed_methods, keep_everything, will_do
 from encore.plan.saved import describe
 from encore.rewrite import Judge, LeanJudge, find_heads, rewrite, split_head
 
@@ -36,7 +36,7 @@ def rewrite_for_speed(captured: Captured, unplanned: Plan) -> RewrittenGraph:
     the step exceeds the budget without them."""
     options = captured.options
     if captured.exact and options.plan is None:
-        as_it_is = Offer.of(unplanned)
+        as_it_is = Candidate.of(unplanned)
         if will_do(as_it_is, options, unplanned=unplanned, earlier=captured.earlier):
             return RewrittenGraph(unplanned, _while_tracing(captured))
     return _rewrite(captured, unplanned, Judge(run=captured.runs, exact=captured.exact))
@@ -118,7 +118,7 @@ class Forms:
         found = (self.in_slices(planner, slices) for slices in SLICES)
         return (form for form in found if form is not None)
 
-    def given(self, plan: GraphPlan, *, made_here: bool = False) -> tuple[Forms, Offer]:
+    def given(self, plan: GraphPlan, *, made_here: bool = False) -> tuple[Forms, Candidate]:
         """A plan that was made before, or by another rank (`made_here`)."""
         forms, lean = self.with_lean() if plan.lean else (self, None)
         form = forms.in_slices(lean or self.first, plan.slices)

@@ -44,15 +44,15 @@ from encore.graph import verify_graph
 from encore.lower import lower
 from encore.options import Budget
 from encore.plan import (
+    Candidate,
     GraphPlan,
-    Offer,
     Plan,
     Planner,
+    candidates_of,
     choose,
     feature_maps,
     keep_everything,
     keeps_budget,
-    menu,
     stack_plans,
     will_do,
     worth_having,
@@ -72,7 +72,7 @@ class Candidates:
     """The plans to choose from, and the planners that build them."""
 
     forms: Forms
-    offers: tuple[Offer, ...]
+    offers: tuple[Candidate, ...]
     bounded: BoundedCodecs | None = None
     """What measures the gradient error of lossy codecs, if they have a bound."""
 
@@ -81,7 +81,7 @@ class Candidates:
 class Chosen:
     """A candidate, and the gradient error of its lossy codecs as it was measured."""
 
-    offer: Offer
+    offer: Candidate
     error: GradientError | None = None
     excess: float = 0.0
     """The relative error, if it exceeds the bound; infinite if it could not be measured."""
@@ -139,7 +139,7 @@ def plan_calls(captured: Captured, clock: StageClock) -> CallPlans:
     )
 
 
-def _built(candidates: Candidates, unplanned: Plan, clock: StageClock, offer: Offer) -> Variant:
+def _built(candidates: Candidates, unplanned: Plan, clock: StageClock, offer: Candidate) -> Variant:
     """Two callables that run a candidate."""
     captured = candidates.forms.captured
     with torch_private.compile_settings(), torch_private.real_tensors():
@@ -225,14 +225,14 @@ def search_plans(candidates: Candidates) -> Candidates:
     """Search all forms of the graph."""
     forms, lean = candidates.forms.with_lean()
     planners = [form for one in (forms.first, lean) if one is not None for form in forms.all_slices(one)]
-    offers = menu(planners)
+    offers = candidates_of(planners)
     if forms.captured.calls:
         several = [planner.informed(calls=forms.captured.calls + 1) for planner in planners]
-        offers = few(offers) + few(menu(several))
+        offers = few(offers) + few(candidates_of(several))
     return dataclasses.replace(candidates, forms=forms, offers=tuple(offers))
 
 
-def _checkpointed(planner: Planner, as_it_is: Offer, by_hand: Collection[str]) -> Offer:
+def _checkpointed(planner: Planner, as_it_is: Candidate, by_hand: Collection[str]) -> Candidate:
     """What `torch.utils.checkpoint` in the model recomputes, unless that takes more than keeping everything."""
     ops = (op for op in planner.graph.ops if op.forward and op.name in by_hand)
     made = recomputable(planner.graph).intersection(value for op in ops for value in op.writes if value is not None)
@@ -325,7 +325,7 @@ def _tightened(candidates: Candidates, excess: float) -> Candidates:
         return search_plans(dataclasses.replace(candidates, forms=dataclasses.replace(forms, first=planner)))
 
 
-def _agreed(forms: Forms, offer: Offer) -> tuple[Forms, Offer]:
+def _agreed(forms: Forms, offer: Candidate) -> tuple[Forms, Candidate]:
     """Ranks time their operators each by itself and would plan differently: the first to plan a graph decides."""
     if not torch_private.has_ranks():
         return forms, offer
@@ -335,7 +335,7 @@ def _agreed(forms: Forms, offer: Offer) -> tuple[Forms, Offer]:
     return (forms, offer) if agreed == mine else forms.given(agreed, made_here=True)
 
 
-def fuse_candidate(candidates: Candidates, offer: Offer) -> FusedPlan:
+def fuse_candidate(candidates: Candidates, offer: Candidate) -> FusedPlan:
     """The plan of a candidate, its kernels compiled and timed."""
     forms, several = candidates.forms, len(candidates.offers) > 1
     captured, planner = forms.captured, forms.first
@@ -350,8 +350,8 @@ def fuse_candidate(candidates: Candidates, offer: Offer) -> FusedPlan:
     return dataclasses.replace(found, plan=plan)
 
 
-def _fits(forms: Forms, offer: Offer, plan: Plan) -> bool:
-    """Does a plan, now that its kernels are there, hold no more than was predicted, or than the budget?"""
+def _fits(forms: Forms, offer: Candidate, plan: Plan) -> bool:
+    """Return whether a plan, with its kernels, takes no more than was predicted, or than the budget."""
     captured = forms.captured
     within = keeps_budget(plan, captured.options, unplanned=forms.unplanned, earlier=captured.earlier)
     return within or plan.timeline.step_peak <= offer.plan.timeline.step_peak
@@ -400,7 +400,7 @@ def lower_plan(fitting: Fitting, unplanned: Plan, clock: StageClock) -> Variant:
         kernels_compiled=found.compiled,
         watches=tuple(watching.values()),
         offers=() if captured.runs else offers,
-        choices=tuple(offer.told for offer in worth_having(offers)),
+        choices=tuple(offer.peak_and_overhead for offer in worth_having(offers)),
         notes=(*workspace_notes(plan.schedule.graph, session.workspaces), *captured.notes),
         lossy_check=lossy_check(captured, found, fitting.chosen.error),
         lessons=link_lessons(captured, plan),

@@ -12,7 +12,7 @@ from encore.compiler.operator_names import operator_name, place_of
 from encore.plan import Plan, stack_plans
 from encore.report.profile import LAYERS, Profile
 from encore.schedule import Free, Fused, Kind, Load, Run, Schedule, Store, Wait, stretches
-from encore.schedule.simulate import Moment
+from encore.schedule.simulator import Moment
 
 STRETCHES = 500
 """Stretches that a long step is cut into; two points of each are kept."""

@@ -26,7 +26,7 @@ from encore.cost import LinkLessons, Seconds, Workspaces, assumed_link, known_li
 from encore.fates import Link
 from encore.lower import Transport
 from encore.options import Options, tier_name
-from encore.plan import Offer, Plan
+from encore.plan import Candidate, Plan
 from encore.tiers import FOR_STEPS, Tier
 from encore.tiers.disk import default_folder
 
@@ -60,7 +60,7 @@ class CapturedGraph:
     """Passes that changed the graph."""
     kernels_compiled: int = 0
     """How many of its kernels were neither in memory nor on disk."""
-    offers: tuple[Offer, ...] = ()
+    offers: tuple[Candidate, ...] = ()
     """The plans there are to pick from; an estimate keeps them."""
     watches: tuple[CodeWatch, ...] = ()
     """What looks at codes that can surprise, while the step runs."""
@@ -118,14 +118,14 @@ class Session:
         self.name = name
         self.mode = mode
         self.one_graph = one_graph
-        """`torch.compile` tells nothing of the model a graph belongs to: each has a session of its own."""
+        """`torch.compile` does not say which model a graph belongs to: each has a session of its own."""
         self.options = options
         self.checks = self.runs and checks_enabled()
-        """Is every graph checked? See `encore.checking`."""
+        """Whether every graph is checked: see `encore.checking`."""
         self.checking = False
-        """Does a check run the graphs now, and not the user?"""
+        """Whether a check runs the graphs now, and not the user."""
         self.packs = False
-        """Has a packed sequence been captured?"""
+        """Whether a packed sequence has been captured."""
         self._outside = 0
         self.workspaces = Workspaces(run=self.runs)
         self.seconds = Seconds(run=self.runs)
@@ -139,11 +139,11 @@ class Session:
         """For each graph of a step, by its place and the kinds of its outputs: those that backwards gave gradients for,
         by number. It is the same for inputs of other sizes."""
         self.learns_gradients = True
-        """Do the backwards that run now belong to training?"""
+        """Whether the backwards that run now belong to training."""
         self.sent_tangents: dict[str, list[torch.Tensor]] = {}
         """By fingerprint of a graph that is to be planned again: the gradients that its outputs were sent."""
         self.plan_again = False
-        """Is the next call to be planned anew?"""
+        """Whether the next call is planned anew."""
         self.bypass: BypassWatch | None = None
         """What warns if the model is trained without its plans."""
         self.calls = 0
@@ -164,12 +164,12 @@ class Session:
 
     @property
     def runs(self) -> bool:
-        """Do steps run?"""
+        """Return whether steps run."""
         return self.mode is Mode.RUN
 
     @functools.cached_property
     def transports(self) -> dict[str, Transport]:
-        """The tiers that feature maps may go to, opened, by name; they go with whoever uses them last."""
+        """The tiers that feature maps may go to, opened, by name; they are freed with their last user."""
         opened = [tier if isinstance(tier, Tier) else FOR_STEPS[tier]() for tier in self._useful_tiers()]
         return {tier.name: Transport(tier) for tier in opened}
 
@@ -218,7 +218,7 @@ class Session:
 
     @property
     def is_called(self) -> bool:
-        """Does a call of the model run, or is one traced?"""
+        """Return whether a call of the model runs or is traced."""
         return self._calls_running > 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:

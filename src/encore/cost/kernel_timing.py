@@ -17,8 +17,7 @@ from encore.cost.torch_private import profiler_is_running
 from encore.graph import OpClass
 from encore.graph.ops import classify
 from encore.graph.values import refs, span_elements
-from encore.schedule.kernel import Call as KernelCall
-from encore.schedule.kernel import Kernel, Operand
+from encore.schedule.kernel import Kernel, KernelCall, Operand
 
 if TYPE_CHECKING:
     from encore.lower.kernels import CompiledKernel

@@ -71,5 +71,5 @@ class LinkLessons:
             max(seconds / 2, seconds - call) / size
             for seconds, call, size in zip((stored, loaded), calls, (out, back), strict=True)
         ]
-        lost, beside = spent - stalled - self.computing, max(stored + loaded - stalled, 1e-6)
-        self._seen.append((rates[0], rates[1], min(1.0, max(SLOWEST, 1 - lost / beside))))
+        lost, shared = spent - stalled - self.computing, max(stored + loaded - stalled, 1e-6)
+        self._seen.append((rates[0], rates[1], min(1.0, max(SLOWEST, 1 - lost / shared))))

@@ -9,7 +9,7 @@ from encore.fates.fate import Decision, Fate, Given, Terms, Writer
 from encore.fates.keep import Keep
 from encore.fates.link import Link
 from encore.fates.offload import Offload
-from encore.fates.owned import fills_its_memory, owned, owners
+from encore.fates.ownership import fills_its_memory, owned, owners
 from encore.fates.recompute import Recompute, recomputable
 from encore.fates.stash import Stash
 

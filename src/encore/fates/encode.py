@@ -16,7 +16,7 @@ import torch
 from encore.codecs import CODECS, Codec, Densities
 from encore.errors import PlanError, listed
 from encore.fates.fate import Fate, Given, OpSeconds, Terms, Writer
-from encore.fates.owned import fills_its_memory, owned
+from encore.fates.ownership import fills_its_memory, owned
 from encore.graph import Graph, Op, Role, Storage, Value
 from encore.graph.ops import classify
 from encore.graph.values import Ref, block_bytes
@@ -137,7 +137,7 @@ class Encode(Fate):
             )
         size, it = code_bytes(graph, value, codec, planned), graph.values[value]
         if size is None:
-            raise PlanError(f"{spelled!r} cannot hold {name} ({it.dtype}, {list(it.shape)}); plan anew")
+            raise PlanError(f"{spelled!r} cannot encode {name} ({it.dtype}, {list(it.shape)}); plan anew")
         if size > 2 * it.bytes + SMALL_CODE:
             raise PlanError(
                 f"the plan has {planned} bytes for the code of {name}, which takes {it.bytes} itself; plan anew"

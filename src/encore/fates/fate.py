@@ -10,7 +10,7 @@ import torch
 
 from encore.codecs import Densities
 from encore.fates.link import Link
-from encore.fates.owned import owned
+from encore.fates.ownership import owned
 from encore.graph import Graph, Op, Value
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Terms:
     links: Mapping[str, Link] = field(default_factory=dict)
     """The tiers that may be used."""
     exact: bool = True
-    """Must backward read the very bits that forward made?"""
+    """Whether backward must read exactly the bits that forward made."""
 
     def admits(self, value: str, codec: str) -> bool:
         """Return whether an activation may be kept in a lossy codec."""
@@ -88,11 +88,11 @@ class Fate:
     kind: ClassVar[str]
     """Its name, in `methods=`, plan files and reports."""
     is_method: ClassVar[bool] = True
-    """Do users allow it by `methods=`?"""
+    """Whether users allow it by `methods=`."""
     in_place: ClassVar[bool] = False
-    """Do the operators that make the value and read it do the work? Otherwise backward reads a restored copy."""
+    """Whether the operators that make the value and read it do the work. Otherwise backward reads a restored copy."""
     runs_again: ClassVar[bool] = False
-    """Is it restored by copies of the operators that made it, and not by `restore`?"""
+    """Whether it is restored by copies of the operators that made it, and not by `restore`."""
     value: int
 
     # -- for the search ----------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Fate:
 
     @property
     def restored_once(self) -> bool:
-        """Is a restored copy kept until its last reader, even if that is much later?"""
+        """Whether a restored copy is kept until its last reader, even if that is much later."""
         return False
 
     @property
@@ -154,7 +154,7 @@ class Fate:
 
     @property
     def moved(self) -> int:
-        """Bytes that go to a tier and come back."""
+        """Bytes that are offloaded and reloaded."""
         return 0
 
     @property
@@ -187,7 +187,7 @@ class Fate:
 
     @property
     def lossless(self) -> bool:
-        """Does backward read the very bits that forward made?"""
+        """Whether backward reads exactly the bits that forward made."""
         return True
 
     @property

@@ -76,7 +76,7 @@ BATCH_NORM_TRAINS = 5
 
 
 def is_training_batch_norm(op: Op) -> bool:
-    """Does it normalise by the batch, whatever its running statistics are?"""
+    """Return whether an operator normalises by the batch, whatever its running statistics are."""
     return op.target is aten._native_batch_norm_legit_functional.default and bool(op.args[BATCH_NORM_TRAINS])
 
 

@@ -14,7 +14,7 @@ from encore.errors import PlanError
 from encore.fates.encode import Encode
 from encore.fates.fate import Decision, Fate, Given, OpSeconds, Terms, Writer
 from encore.fates.link import Link
-from encore.fates.owned import fills_its_memory, owned
+from encore.fates.ownership import fills_its_memory, owned
 from encore.graph import Graph, Op
 from encore.graph.tier_ops import TOKEN_DTYPE, LoadFrom, StoreTo, is_transfer
 from encore.graph.values import Ref
@@ -100,7 +100,7 @@ class Offload(Fate):
     # -- in the step -------------------------------------------------------------------------------------------------
 
     def restore(self, writer: Writer) -> int:
-        """Forward hands over a token, by which backward asks for what was stored."""
+        """Forward saves a token, by which backward asks for what was stored."""
         if self.coded is None:
             return self._load(writer, self.value)
         code = self.coded.encoded(writer)
@@ -121,7 +121,7 @@ class Offload(Fate):
         smallest: dict[int, Encode] = {}
         for code in found:
             if isinstance(code, Encode) and CODECS[code.codec].exact_size and code.bytes >= LEAST_MOVED:
-                known = smallest.get(code.value)  # what a tier brings back has the size it was planned with
+                known = smallest.get(code.value)  # what is reloaded has the size it was planned with
                 smallest[code.value] = code if known is None or code.bytes < known.bytes else known
         offloads = []
         for value in sorted(owned(graph).intersection(values)) if terms.links else ():

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from encore.fates.fate import Fate, Given
 from encore.fates.normalised import is_training_batch_norm
-from encore.fates.owned import changing_storages, owned
+from encore.fates.ownership import changing_storages, owned
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import DRAWS_BY_SHAPE
+from encore.graph.torch_private import OpOverload
 from encore.graph.values import Ref
 
 RUN_AGAIN = frozenset({OpClass.CHEAP, OpClass.HEAVY, OpClass.RANDOM})
@@ -26,7 +25,7 @@ STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 @dataclass(frozen=True, slots=True)
 class Recompute(Fate):
-    """Free it after forward and compute it again right before backward reads it."""
+    """Free it after forward and recompute it right before backward reads it."""
 
     kind: ClassVar[str] = "recompute"
     runs_again: ClassVar[bool] = True
@@ -34,7 +33,7 @@ class Recompute(Fate):
 
     @property
     def why(self) -> str:
-        return "cheaper to compute again than to hold"
+        return "cheaper to recompute than to keep"
 
     @classmethod
     def allowed_values(cls, graph: Graph) -> frozenset[int]:
@@ -64,7 +63,7 @@ def recomputable(graph: Graph) -> frozenset[int]:
 
 
 def _can_run_again(graph: Graph, op: Op, changing: set[int]) -> bool:
-    if not isinstance(op.target, torch._ops.OpOverload):
+    if not isinstance(op.target, OpOverload):
         return False
     if op.kind is OpClass.RANDOM:
         known = device_of(graph, op).partition(":")[0] in STATE_BYTES

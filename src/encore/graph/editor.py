@@ -90,10 +90,21 @@ class Editor:
 
     def result(self, op: Op, shape: Sequence[int], dtype: torch.dtype, device: str) -> int:
         """A new contiguous tensor that the operator makes."""
-        size = math.prod(shape) * dtype.itemsize
-        storage = Storage(len(self.graph.storages), block_bytes(size, device), device)
-        self.graph.storages.append(storage)
-        return self._add_value(op, op.name, storage.id, tuple(shape), contiguous_strides(shape), dtype, 0)
+        storage = self.add_storage(block_bytes(math.prod(shape) * dtype.itemsize, device), device)
+        return self._add_value(op, op.name, storage, tuple(shape), contiguous_strides(shape), dtype, 0)
+
+    def add_storage(self, size: int, device: str) -> int:
+        """Add memory of so many bytes."""
+        self.graph.storages.append(Storage(len(self.graph.storages), size, device))
+        return len(self.graph.storages) - 1
+
+    def add(self, value: Value) -> int:
+        """Add a value, in the storage it names, and return its number."""
+        value.id, value.readers = len(self.graph.values), []
+        self.graph.values.append(value)
+        if value.storage is not None:
+            self.graph.storages[value.storage].values.append(value.id)
+        return value.id
 
     def view_result(self, op: Op, base: int, shape: Sequence[int], stride: Sequence[int], offset: int) -> int:
         """A new view that the operator takes of `base`, `offset` elements into it."""
@@ -137,7 +148,7 @@ class Editor:
             elif op.kwargs.get("storage_offset") is not None:
                 op.kwargs = {**op.kwargs, "storage_offset": op.kwargs["storage_offset"] + offset}
 
-    def viewed(self, beside: Op, number: int, shape: Sequence[int]) -> Ref:
+    def viewed(self, after: Op, number: int, shape: Sequence[int]) -> Ref:
         """A value in another shape, which its strides must allow."""
         value = self.graph.values[number]
         if value.shape == tuple(shape):
@@ -145,7 +156,7 @@ class Editor:
         strides = view_strides(value, shape)
         assert strides is not None, "a value that was found to fit cannot be viewed"
         name = f"{value.name}_{math.prod(shape[:-1])}_rows"
-        op = self.op_after(beside, name, torch.ops.aten.view.default, (Ref(number), list(shape)))
+        op = self.op_after(after, name, torch.ops.aten.view.default, (Ref(number), list(shape)))
         return Ref(self.view_result(op, number, shape, strides, 0))
 
     def become(self, op: Op, value: int, made: int) -> None:
@@ -218,12 +229,23 @@ class Editor:
         self._settle_orphans(kept)
         graph.ops[:] = self._ordered(self._alive(kept))
         self._move_views()
-        numbers = {op.id: number for number, op in enumerate(graph.ops)}
+        return self._numbered()
+
+    def finish_in_order(self, ops: Iterable[Op]) -> Graph:
+        """The graph with copies of these operators, old and new ones, in this order."""
+        self.graph.ops[:] = [op.copy(number) for number, op in enumerate(ops)]
+        return self._numbered()
+
+    def _numbered(self) -> Graph:
+        """The graph with its operators numbered in their order, by which values know their producer and readers."""
+        graph = self.graph
         for value in graph.values:
-            value.readers = []
-            value.producer = numbers.get(value.producer) if value.producer is not None else None
+            value.readers, value.producer = [], None
         for number, op in enumerate(graph.ops):
             op.id = number
+            for written in op.writes:
+                if written is not None:
+                    graph.values[written].producer = number
             for read in op.reads:
                 graph.values[read].readers.append(number)
         return graph
@@ -259,7 +281,7 @@ class Editor:
     # -- order -------------------------------------------------------------------------------------------------------
 
     def _alive(self, ops: Sequence[Op]) -> list[Op]:
-        """The operators that somebody needs."""
+        """The operators whose results are needed."""
         needed = {value for value in (*self.graph.outputs, *self.graph.gradients) if value is not None}
         alive = []
         for op in self._ordered(ops)[::-1]:
@@ -271,7 +293,7 @@ class Editor:
         return alive[::-1]
 
     def _settle_orphans(self, kept: Sequence[Op]) -> None:
-        """Values whose operator is gone and that nobody makes any more leave their storages."""
+        """Values whose operator is gone and that no operator makes any more leave their storages."""
         made = {value for op in kept for value in op.writes if value is not None}
         self._orphan(value.id for value in self.graph.values if value.producer is not None and value.id not in made)
 
@@ -283,7 +305,7 @@ class Editor:
             value.storage = value.producer = None
 
     def _ordered(self, ops: Sequence[Op]) -> list[Op]:
-        """Sorted by place, except that nobody runs before what it reads; side effects keep their order."""
+        """Sorted by place, except that no operator runs before what it reads; side effects keep their order."""
         by_id = {op.id: op for op in ops}
         maker = {value: op.id for op in ops for value in op.writes if value is not None}
         waits_for = {op.id: {maker[value] for value in op.reads if value in maker} for op in ops}
@@ -319,11 +341,9 @@ class Editor:
         offset: int,
     ) -> int:
         size = math.prod(shape) * dtype.itemsize
-        value = Value(len(self.graph.values), name, storage, shape, stride, dtype, size, op.id, offset=offset)
-        self.graph.values.append(value)
-        self.graph.storages[storage].values.append(value.id)
-        op.writes = (*op.writes, value.id)
-        return value.id
+        number = self.add(Value(0, name, storage, shape, stride, dtype, size, op.id, offset=offset))
+        op.writes = (*op.writes, number)
+        return number
 
 
 def view_strides(value: Value, shape: Sequence[int]) -> tuple[int, ...] | None:

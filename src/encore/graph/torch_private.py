@@ -1,6 +1,7 @@
 """The private API of PyTorch that graphs, and the rooms built on them, use; torch is pinned for its sake.
 
-Operators of graphs are `OpOverload`s, arguments are flattened by `pytree`, and shapes are computed on fake tensors.
+Operators of graphs are `OpOverload`s, arguments are flattened by `pytree`, shapes are computed on fake tensors, and a
+`TorchDispatchMode` sees every operator that runs.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from typing import Any
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FakeTensor", "FakeTensorMode", "OpOverload", "packet_name", "pytree"]
+__all__ = ["FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "packet_name", "pytree"]
 
 
 def packet_name(target: Any) -> str:

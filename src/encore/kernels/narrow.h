@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-// Nobody looks at floating-point exceptions; with an eye on them, GCC would not vectorise choices between two sums.
+// Floating-point exceptions are not read; to keep them exact, GCC would not vectorise choices between two sums.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("no-trapping-math")
 #endif

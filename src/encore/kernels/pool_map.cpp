@@ -166,7 +166,7 @@ inline uint32_t places_inside(int64_t first, int64_t size, int64_t count) {
 }
 
 // Sixteen maxima in the making. Without `exact`, NaN is only noticed: sums of everything seen are NaN then (or where
-// infinities of both signs meet), and the sixteen are made again.
+// infinities of both signs meet), and the sixteen are recomputed.
 template <bool exact>
 struct Best {
   __m512 value = _mm512_set1_ps(-std::numeric_limits<float>::infinity()), seen = _mm512_setzero_ps();

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 from encore.errors import BudgetError, Pin
 from encore.graph import Graph
+from encore.plan.candidate import Candidate, by_methods
 from encore.plan.goal import Budget, Goal
-from encore.plan.offer import Offer, by_methods
 from encore.plan.plan import Plan
 from encore.schedule import Stack, alive_at_worst, stack
 from encore.units import bytes_text
 
 LISTED_PINS = 5
 NEAR = 1.08
-"""How far an offer's peak may be from that of its plan."""
+"""How far a candidate's peak may be from that of its plan."""
 LOOKED_AT = 2
-"""Offers of each set of methods that are built to find the smallest plan: their order is nearly that of their
+"""Candidates of each set of methods that are built to find the smallest plan: their order is nearly that of their
 plans."""
 
 
-def will_do(as_it_is: Offer, goal: Goal, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> bool:
-    """Is keeping everything what is asked for, so that no other plan needs to be looked for?"""
+def will_do(as_it_is: Candidate, goal: Goal, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> bool:
+    """Return whether keeping everything meets the goal, so that no other plan needs to be looked for."""
     if goal.budget is None:
         return goal.allowed_overhead == 0
     if goal.budget.is_floor:
@@ -30,7 +30,7 @@ def will_do(as_it_is: Offer, goal: Goal, *, unplanned: Plan, earlier: Sequence[P
 
 
 def keeps_budget(plan: Plan, goal: Goal, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> bool:
-    """Does a plan, as it came out in the end, stay within the budget? The floor is no bound."""
+    """Return whether a plan, as it came out in the end, stays within the budget. The floor is no bound."""
     if goal.budget is None or goal.budget.is_floor:
         return True
     return _total(plan, goal, earlier) <= goal.budget.resolve(_total(unplanned, goal, earlier))
@@ -41,48 +41,51 @@ def _total(plan: Plan, goal: Goal, earlier: Sequence[Plan]) -> int:
 
 
 def choose(
-    offers: Sequence[Offer], goal: Goal, *, unplanned: Plan | None = None, earlier: Sequence[Plan] = ()
-) -> Offer:
-    """Pick from the offers for one graph; `earlier` are the plans of the graphs that the step has run before it.
+    candidates: Sequence[Candidate], goal: Goal, *, unplanned: Plan | None = None, earlier: Sequence[Plan] = ()
+) -> Candidate:
+    """Pick from the candidates for one graph; `earlier` are the plans of the graphs that the step has run before it.
 
-    The first offer keeps everything; `unplanned` is what percentages are of, where that is another plan. Offers say
-    about what they hold; those that come into question are built, and what counts is the plan itself.
+    The first candidate keeps everything; `unplanned` is what percentages are of, where that is another plan. The peak
+    of a candidate is an estimate; those that come into question are built, and the peak of the plan itself counts.
     """
     if goal.budget is None:
-        return _smallest_within(offers, goal.allowed_overhead)
+        return _smallest_within(candidates, goal.allowed_overhead)
 
     def total(plan: Plan) -> int:
         return _total(plan, goal, earlier)
 
-    kept = offers[0].plan
+    kept = candidates[0].plan
     if goal.budget.is_floor:
-        return min(_lowest(offers), key=lambda offer: (total(offer.plan), offer.plan.overhead))
+        return min(_lowest(candidates), key=lambda candidate: (total(candidate.plan), candidate.plan.overhead))
     limit = goal.budget.resolve(total(unplanned or kept))
     room = limit - (total(kept) - kept.timeline.step_peak)
-    ordered = sorted(offers, key=lambda offer: (offer.overhead, offer.step_peak))
+    ordered = sorted(candidates, key=lambda candidate: (candidate.overhead, candidate.step_peak))
     found = next((one for one in ordered if one.step_peak <= room * NEAR and total(one.plan) <= limit), None)
-    lowest = _lowest(offers) if found is None else _lowest(ordered[: ordered.index(found)])
-    faster = [offer for offer in lowest if total(offer.plan) <= limit]
+    lowest = _lowest(candidates) if found is None else _lowest(ordered[: ordered.index(found)])
+    faster = [candidate for candidate in lowest if total(candidate.plan) <= limit]
     if found is not None or faster:
-        return min([*faster, *([found] if found else [])], key=lambda offer: offer.overhead)
-    smallest = min(lowest, key=lambda offer: total(offer.plan))
+        return min([*faster, *([found] if found else [])], key=lambda candidate: candidate.overhead)
+    smallest = min(lowest, key=lambda candidate: total(candidate.plan))
     raise budget_error(smallest.plan, goal.budget, limit, total(smallest.plan), tiers=bool(goal.tiers))
 
 
-def _smallest_within(offers: Sequence[Offer], overhead: float) -> Offer:
+def _smallest_within(candidates: Sequence[Candidate], overhead: float) -> Candidate:
     """The smallest peak that costs at most this much extra time."""
-    allowed = [offer for offer in offers if offer.overhead <= overhead]
-    return min([*_lowest(allowed), offers[0]], key=lambda offer: (offer.plan.timeline.step_peak, offer.overhead))
+    allowed = [candidate for candidate in candidates if candidate.overhead <= overhead]
+    return min(
+        [*_lowest(allowed), candidates[0]],
+        key=lambda candidate: (candidate.plan.timeline.step_peak, candidate.overhead),
+    )
 
 
-def _lowest(offers: Sequence[Offer]) -> list[Offer]:
-    """The offers among which the smallest plan is: those that whoever may use fewer methods would look at, too, unless
-    they are farther off than an offer can be."""
-    least = min((offer.step_peak for offer in offers), default=0)
-    lowest: dict[Offer, None] = {}
-    for found in by_methods(offers):
-        ordered = sorted(found, key=lambda offer: (offer.step_peak, offer.overhead))[:LOOKED_AT]
-        lowest.update(dict.fromkeys(offer for offer in ordered if offer.step_peak <= least * NEAR**2))
+def _lowest(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates among which the smallest plan is: those that a search with fewer methods would look at, too,
+    unless they are farther off than an estimate can be."""
+    least = min((candidate.step_peak for candidate in candidates), default=0)
+    lowest: dict[Candidate, None] = {}
+    for found in by_methods(candidates):
+        ordered = sorted(found, key=lambda candidate: (candidate.step_peak, candidate.overhead))[:LOOKED_AT]
+        lowest.update(dict.fromkeys(candidate for candidate in ordered if candidate.step_peak <= least * NEAR**2))
     return list(lowest)
 
 
@@ -94,7 +97,8 @@ def stack_plans(plans: Sequence[Plan]) -> Stack:
 def budget_error(
     plan: Plan, budget: Budget | None, limit: int, floor: int, *, tiers: bool = False, what: str = ""
 ) -> BudgetError:
-    """The refusal: how low it goes, what pins it there, what would help. `tiers` could be used already."""
+    """The error for a budget below the floor: the lowest peak, what pins it, what would help. With `tiers`, offloading
+    was allowed already."""
     pins = pins_of(plan)
     remedies = (
         f"raise the budget to {floor} bytes ({bytes_text(floor)})",

@@ -19,7 +19,7 @@ class Budget:
 
     @property
     def is_floor(self) -> bool:
-        """Is it the lowest reachable peak, whatever that is?"""
+        """Whether it is the lowest reachable peak, whatever that is."""
         return self.bytes is None and self.share is None
 
     def resolve(self, unplanned: int) -> int:
@@ -52,7 +52,7 @@ class Goal(Protocol):
 
     @property
     def resident(self) -> int:
-        """Bytes that the budget must hold besides what the step's graphs know of."""
+        """Bytes that count towards the budget in addition to what the step's graphs know of."""
 
     @property
     def tiers(self) -> Sized:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from encore.fates import Decision, Encode, Fate, Keep
 from encore.graph import Graph
 from encore.schedule import Schedule, Timeline, schedule_step, simulate
-from encore.schedule.simulate import Workspace
+from encore.schedule.simulator import Workspace
 
 NOTHING_TO_GAIN = "nothing to gain: the step fits as it is"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Decisions by value, the schedule that carries them out, and what it will hold."""
+    """Decisions by value, the schedule that carries them out, and its memory."""
 
     name: str
     decisions: Mapping[int, Decision]
@@ -24,11 +24,11 @@ class Plan:
     overhead: float = 0.0
     """Predicted extra time over keeping everything, as a fraction."""
     seconds: float = 0.0
-    """Predicted time of the step; 0 where nobody asked for the cost of anything."""
+    """Predicted time of the step; 0 if no costs were asked for."""
     slices: int = 1
     """Parts that large heads are taken in, so that only a slice of their scores is there at once."""
     lean: bool = False
-    """Is the graph rewritten for memory alone, without the rewrites that pay by their time?"""
+    """Whether the graph is rewritten for memory alone, without the rewrites that pay by their time."""
     stall: float = 0.0
     """Seconds, of those predicted, that the step stands still for transfers from and to tiers."""
     moved: int = 0

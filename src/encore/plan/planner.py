@@ -1,8 +1,8 @@
-"""All plans of one graph: found in outline, built in full only when somebody looks at one.
+"""All plans of one graph: found on estimates, built in full only when one is looked at.
 
-Whoever may use more methods is never answered worse than whoever may use fewer: with every set of methods within the
-one that is allowed a search is made as if there were no other, and its plans are all on offer. The search with more
-goes on from where those with less have ended.
+More methods never give a worse plan than fewer: with every set of methods within the one that is allowed a search is
+made as if there were no other, and all its plans are candidates. The search with more goes on from where those with
+fewer have ended.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from encore.fates.encode import LEAST_BYTES
 from encore.graph import Graph
 from encore.plan.admission import Admitted
 from encore.plan.calls import CallCosts
+from encore.plan.candidate import Candidate, Fuse, by_methods, worth_having
 from encore.plan.methods import Methods
-from encore.plan.offer import Fuse, Offer, by_methods, worth_having
 from encore.plan.plan import Plan, feature_maps
-from encore.plan.search import EVALUATED_OPS, MOST_OUTLINES, SMALLEST, Search
+from encore.plan.search import EVALUATED_OPS, MOST_EVALUATIONS, SMALLEST, Search
 from encore.plan.seconds import ActionSeconds, step_seconds
-from encore.plan.sketch import Outline, Sketch
+from encore.plan.step_model import RoughPlan, StepModel
 from encore.plan.strategies import STRATEGIES
 from encore.schedule import CarriedOut, Schedule, carry_out_fates, place_transfers, schedule_step, simulate
-from encore.schedule.simulate import Workspace
+from encore.schedule.simulator import Workspace
 
 SMALL_GRAPH = 80
-"""Operators up to which plans are built before they are offered: an outline of so few may be off by a feature map."""
+"""Operators up to which plans are built before they become candidates: an estimate of so few may be off by an
+activation."""
 MOST_BUILT = 60
 """Plans of a small graph that are built: a millisecond each."""
 FAR = 1.4
-"""How far the outline of a small graph may be off."""
+"""How far the estimate of a small graph may be off."""
 KEPT = "keeping it does not set the peak, or recomputing it costs more"
 KEPT_INSTEAD = "kept instead of what is recomputed from it"
 
 
 class Planner:
-    """Makes the offers for one graph whose kept plan is known."""
+    """Makes the candidate plans of one graph whose kept plan is known."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Planner:
         return known
 
     def is_large(self, value: int) -> bool:
-        """Does its size matter to the peak?"""
+        """Return whether the size of a value matters to the peak."""
         return self.graph.bytes_of(value) >= max(LEAST_BYTES, SMALLEST * self.kept.timeline.step_peak)
 
     @functools.cached_property
@@ -106,24 +107,24 @@ class Planner:
     def graph(self) -> Graph:
         return self.kept.schedule.graph
 
-    def offers(self) -> list[Offer]:
+    def candidate_plans(self) -> list[Candidate]:
         """From the fastest, which keeps everything, to the smallest."""
         build = self.fuse is None and len(self.graph.ops) <= SMALL_GRAPH
-        offers: dict[object, Offer] = {}
+        candidates: dict[object, Candidate] = {}
         for methods, search in self._searches():
             found = spread(search.within_reach(FAR), MOST_BUILT) if build else search.pareto()
-            for outline in found:
-                fates = outline.fates
+            for rough in found:
+                fates = rough.fates
                 if fates:
-                    key = fates if build else (fates, outline.peak, outline.seconds)
-                    if key not in offers:
-                        offers[key] = self.given(fates) if build else self._offer(outline)
-                    offers[key].found_with.add(methods)
-        return [self.as_it_is(), *offers.values()]
+                    key = fates if build else (fates, rough.peak, rough.seconds)
+                    if key not in candidates:
+                        candidates[key] = self.given(fates) if build else self._rough_candidate(rough)
+                    candidates[key].found_with.add(methods)
+        return [self.as_it_is(), *candidates.values()]
 
     def _searches(self) -> Iterator[tuple[Methods, Search]]:
         """One for every set of methods that makes a difference, each with what those before have found."""
-        whole = Sketch(
+        whole = StepModel(
             self.runs.schedule,
             self.runs.timeline,
             self.seconds,
@@ -131,20 +132,20 @@ class Planner:
             frozen=self.frozen,
             calls=self.calls,
         )
-        large = len(self.graph.ops) * MOST_OUTLINES > EVALUATED_OPS
+        large = len(self.graph.ops) * MOST_EVALUATIONS > EVALUATED_OPS
         done: list[tuple[Methods, Search]] = []
         allowed = dataclasses.replace(
             self.methods, kinds=self.methods.kinds.union([Offload.kind] if self.links else ())
         )
         for methods in allowed.narrower():
-            sketch = whole.for_choices(recompute=Recompute.kind in methods.kinds)
-            sketch.add_candidates(self.candidates(sketch.open_values - self.frozen, methods))
+            model = whole.for_choices(recompute=Recompute.kind in methods.kinds)
+            model.add_candidates(self.candidates(model.open_values - self.frozen, methods))
             narrower = [search for other, search in done if other.within(methods)]
-            if not sketch.offers_more_than(search.sketch for search in narrower):
+            if not model.has_more_than(search.model for search in narrower):
                 continue
-            proposed = self.proposed if sketch.droppable and not (large and narrower) else ()
-            search = Search(sketch, narrower)
-            search.run(sketch.numbers(values) for values in proposed)
+            proposed = self.proposed if model.droppable and not (large and narrower) else ()
+            search = Search(model, narrower)
+            search.run(model.numbers(values) for values in proposed)
             done.append((methods, search))
             yield methods, search
 
@@ -163,14 +164,14 @@ class Planner:
                 found += kind.candidates(self.graph, values, terms, found)
         return found
 
-    def as_it_is(self) -> Offer:
+    def as_it_is(self) -> Candidate:
         """Keeping everything."""
         if self.reference is self:
-            return Offer(self._peak(self.runs), 0.0, build=lambda: self.kept, fuse=lambda plan: self.runs)
-        return self.offer(frozenset(), self._peak(self.runs), self._overhead(self.kept_seconds))
+            return Candidate(self._peak(self.runs), 0.0, build=lambda: self.kept, fuse=lambda plan: self.runs)
+        return self.candidate(frozenset(), self._peak(self.runs), self._overhead(self.kept_seconds))
 
-    def _offer(self, outline: Outline) -> Offer:
-        return self.offer(outline.fates, outline.peak, self._overhead(self.kept_seconds + outline.seconds))
+    def _rough_candidate(self, rough: RoughPlan) -> Candidate:
+        return self.candidate(rough.fates, rough.peak, self._overhead(self.kept_seconds + rough.seconds))
 
     def _peak(self, plan: Plan) -> int:
         """The peak of a plan, on top of what other calls save."""
@@ -180,14 +181,14 @@ class Planner:
     def _overhead(self, seconds: float) -> float:
         return max(0.0, seconds / self.reference.kept_seconds - 1)
 
-    def given(self, fates: frozenset[Fate]) -> Offer:
+    def given(self, fates: frozenset[Fate]) -> Candidate:
         """A plan that was made elsewhere."""
         plan = self._fuse_and_time(self.plan(fates))
-        return self.offer(fates, self._peak(plan), self._overhead(plan.seconds or self.kept_seconds))
+        return self.candidate(fates, self._peak(plan), self._overhead(plan.seconds or self.kept_seconds))
 
-    def offer(self, fates: frozenset[Fate], step_peak: int, overhead: float) -> Offer:
+    def candidate(self, fates: frozenset[Fate], step_peak: int, overhead: float) -> Candidate:
         """The plan that carries out these fates."""
-        return Offer(step_peak, overhead, build=lambda: self.plan(fates), fuse=self._fuse_and_time)
+        return Candidate(step_peak, overhead, build=lambda: self.plan(fates), fuse=self._fuse_and_time)
 
     def plan(self, fates: frozenset[Fate]) -> Plan:
         """The plan that carries out these fates, as separate operators."""
@@ -246,17 +247,17 @@ class Planner:
         return decisions
 
 
-def spread(outlines: Sequence[Outline], most: int) -> list[Outline]:
-    """At most so many of the outlines, from the first to the last."""
-    return [outlines[number * len(outlines) // most] for number in range(most)] if len(outlines) > most else [*outlines]
+def spread(plans: Sequence[RoughPlan], most: int) -> list[RoughPlan]:
+    """At most so many of the plans, from the first to the last."""
+    return [plans[number * len(plans) // most] for number in range(most)] if len(plans) > most else [*plans]
 
 
-def menu(planners: Sequence[Planner]) -> list[Offer]:
-    """The offers of several forms of one graph, the form as it is first: of every set of methods each that is worth
+def candidates_of(planners: Sequence[Planner]) -> list[Candidate]:
+    """The candidates of several forms of one graph, the form as it is first: of every set of methods each that is worth
     having."""
-    as_it_is, *found = [offer for planner in planners for offer in planner.offers()]
-    worth = [offer for searched in by_methods([as_it_is, *found]) for offer in worth_having(searched)]
-    return [as_it_is, *sorted(set(worth) - {as_it_is}, key=lambda offer: (offer.overhead, offer.step_peak))]
+    as_it_is, *found = [candidate for planner in planners for candidate in planner.candidate_plans()]
+    worth = [candidate for searched in by_methods([as_it_is, *found]) for candidate in worth_having(searched)]
+    return [as_it_is, *sorted(set(worth) - {as_it_is}, key=lambda candidate: (candidate.overhead, candidate.step_peak))]
 
 
 def _name(fates: Collection[Fate]) -> str:
@@ -266,7 +267,7 @@ def _name(fates: Collection[Fate]) -> str:
 
 
 def _matching(graph: Graph, patterns: Collection[str]) -> frozenset[int]:
-    """Values made by modules that the user wants left alone."""
+    """Values made by modules that the user wants kept."""
     return frozenset(
         value
         for op in graph.ops

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from encore.graph import Graph
 
 
-def roles(graph: Graph, values: Iterable[int]) -> list[tuple[int, ...]]:
+def by_role(graph: Graph, values: Iterable[int]) -> list[tuple[int, ...]]:
     """The values in groups of one role each, in the order in which forward makes them.
 
     A role is a place in the source, a module path without its numbers, an operator and a shape.

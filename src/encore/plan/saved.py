@@ -1,6 +1,6 @@
 """Plans on paper: what becomes of which values of which graph, by name, as versioned JSON.
 
-A plan belongs to a graph. It is refused where the graph is another one, with the first lines in which they differ.
+A plan belongs to a graph. It is rejected where the graph is another one, with the first lines in which they differ.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GraphPlan:
     gradients_of: tuple[str, ...] | None = None
     """The tangents that backward is planned for, by name; None for all."""
     lean: bool = False
-    """Is the graph rewritten for memory alone?"""
+    """Whether the graph is rewritten for memory alone."""
 
     @classmethod
     def of(cls, captured: Graph, plan: Plan) -> GraphPlan:

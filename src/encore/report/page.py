@@ -31,7 +31,7 @@ MOST_MEMBERS = 300
 """Activations that a folded row can be unfolded to."""
 
 
-def page(report: Report, *, measured: Sequence[Point] = (), peers: Sequence[Point] = ()) -> str:
+def html_page(report: Report, *, measured: Sequence[Point] = (), peers: Sequence[Point] = ()) -> str:
     """The whole page."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("encore.report"),

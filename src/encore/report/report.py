@@ -196,9 +196,9 @@ class Report:
     ) -> Path:
         """Write a page with memory over the step, the plans there were and every decision. It opens without a network.
         What was `measured`, and what `peers` take, are drawn next to the plans."""
-        from encore.report.page import page
+        from encore.report.page import html_page
 
-        return write_whole(path, page(self, measured=measured, peers=peers).encode())
+        return write_whole(path, html_page(self, measured=measured, peers=peers).encode())
 
     def to_png(self, path: str | os.PathLike[str]) -> Path:
         """Write a picture of memory over the step; wants matplotlib (`pip install encore-torch[plots]`)."""

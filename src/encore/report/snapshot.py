@@ -28,10 +28,10 @@ DEVICE_SPAN = 1 << 44
 
 def snapshot_bytes(report: Report) -> bytes:
     """The snapshot as the viewer loads it."""
-    return pickle.dumps(snapshot(report.allocations, beside=report.beside), protocol=PROTOCOL)
+    return pickle.dumps(memory_snapshot(report.allocations, beside=report.beside), protocol=PROTOCOL)
 
 
-def snapshot(allocations: Sequence[Allocation], beside: int = 0) -> dict[str, Any]:
+def memory_snapshot(allocations: Sequence[Allocation], beside: int = 0) -> dict[str, Any]:
     """The step as segments and traces, one of each a device; `beside` bytes were there for other reasons."""
     devices = sorted({item.device for item in allocations}, key=lambda device: (device.startswith("cpu"), device))
     found: dict[str, Any] = {"segments": [], "device_traces": [], "allocator_settings": {}}

@@ -1,6 +1,6 @@
 """Graph -> graph: the same step with less to keep for backward, and with better matrix products and convolutions.
 
-Each pass is one module with one function, named as in `PASSES`, that takes a graph and returns another (or the same
+Each pass is one module, named as in `PASSES`, whose function `apply` takes a graph and returns another (or the same
 one, where it finds nothing). Where a pass is a pattern, it is a table of rules (`rules.py`) over one small matcher
 (`matching.py`); docs/architecture.md shows how to add one.
 
@@ -9,9 +9,9 @@ order, so results differ from eager's in the last bits: only the fused lowering 
 measured; what any of them does to the peak is simulated, and a pass that would raise it is not applied.
 """
 
+from encore.rewrite.head_slices import split_head
 from encore.rewrite.heads import find_heads
 from encore.rewrite.judge import ConvolutionShape, Judge, LeanJudge
 from encore.rewrite.passes import PASSES, Rewritten, rewrite
-from encore.rewrite.split_head import split_head
 
 __all__ = ["PASSES", "ConvolutionShape", "Judge", "LeanJudge", "Rewritten", "find_heads", "rewrite", "split_head"]

@@ -114,7 +114,7 @@ def find_additive_scores(graph: Graph) -> Iterator[AdditiveScores]:
     scope, replaced = Scope(graph), replaced_storages(graph)
     for op in graph.ops:
         for match in (match for dot in DOTS for match in matches(scope, dot, op)):
-            search = _Search(match, replaced)
+            search = _ScoreSearch(match, replaced)
             if search.has_vectors():
                 try:
                     found = search.found()
@@ -124,7 +124,7 @@ def find_additive_scores(graph: Graph) -> Iterator[AdditiveScores]:
                 break
 
 
-class _Search:
+class _ScoreSearch:
     """One product with a vector, and what is known about the operators around it so far."""
 
     def __init__(self, dot: Match, replaced: set[int | None]) -> None:

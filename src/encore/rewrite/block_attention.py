@@ -21,7 +21,7 @@ from encore.rewrite.judge import Judge
 from encore.rewrite.queries import result_of
 
 
-def block_attention(graph: Graph, judge: Judge) -> Graph:
+def apply(graph: Graph, judge: Judge) -> Graph:
     """The graph with attention in operators of its own where that pays."""
     editor = Editor(graph)
     for found in find_dot_attentions(graph):

@@ -14,12 +14,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from encore.graph import Graph, Op, OpClass, Value
 from encore.graph.editor import Editor
 from encore.graph.ops import SIDE_EFFECTS
 from encore.graph.sized_ops import SIZE, SIZED, STRIDE
+from encore.graph.torch_private import FakeTensorMode
 from encore.graph.values import Ref, is_contiguous, map_refs
 from encore.rewrite.judge import ConvolutionShape, Judge
 from encore.rewrite.queries import device_of
@@ -31,7 +31,7 @@ NAMES_PLACES = frozenset({aten.as_strided.default, aten.as_strided_scatter.defau
 """Operators that find elements by where they are in memory: in another layout they would find others."""
 
 
-def channels_last(graph: Graph, judge: Judge) -> Graph:
+def apply(graph: Graph, judge: Judge) -> Graph:
     """The graph with channels last, where that pays and nothing stands against it."""
     shapes = [_shape(graph, op) for op in graph.ops if op.target is aten.convolution.default]
     known = [shape for shape in shapes if shape is not None]
@@ -180,7 +180,7 @@ class _Spreading:
 
 
 def _shape(graph: Graph, op: Op) -> ConvolutionShape | None:
-    """What a convolution's time depends on; None for those that this pass leaves alone."""
+    """What a convolution's time depends on; None for those that this pass does not change."""
     source, weight, _, stride, padding, dilation, transposed, _, groups = op.args
     source, weight = graph.values[source.value], graph.values[weight.value]
     if transposed or len(source.shape) != 4 or device_of(graph, source.id) != "cpu" or source.dtype is None:
@@ -190,7 +190,7 @@ def _shape(graph: Graph, op: Op) -> ConvolutionShape | None:
 
 
 def has_channels_last(value: Value) -> bool:
-    """Is it stored so, and not also as a contiguous tensor would be?"""
+    """Return whether a value is stored so, and not also as a contiguous tensor would be."""
     if len(value.shape) != 4 or is_contiguous(value):
         return False
     return value.stride == channels_last_strides(value.shape)

@@ -85,7 +85,7 @@ class _Kind:
     forward: OpPattern
     backward: tuple[OpPattern, ...] = ()
     shows: bool = False
-    """Is the mask false where scores are filled in?"""
+    """Whether the mask is false where scores are filled in."""
 
 
 SCORES, GRADIENT, MASK = AnyTensor("scores"), AnyTensor("gradient"), AnyTensor("mask")
@@ -141,7 +141,7 @@ class DotAttention:
     hidden: list[int] = field(default_factory=list)
     fills: list[float] = field(default_factory=list)
     shown: list[bool] = field(default_factory=list)
-    """For each mask of what is hidden: is it false there?"""
+    """For each mask of what is hidden, whether it is false there."""
     draw: Op | None = None
     """What draws dropout's noise for the weights, if some are dropped."""
     grad: int | None = None
@@ -169,13 +169,13 @@ def find_dot_attentions(graph: Graph) -> Iterator[DotAttention]:
     for op in graph.ops:
         for match in matches(scope, MIX, op):
             try:
-                found = _Search(match, replaced).found()
+                found = _DotSearch(match, replaced).found()
             except NoMatchError:
                 continue
             yield found
 
 
-class _Search:
+class _DotSearch:
     """One product with the values, and what is known about the operators before it."""
 
     def __init__(self, mix: Match, replaced: set[int | None]) -> None:

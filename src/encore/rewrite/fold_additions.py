@@ -19,7 +19,7 @@ aten = torch.ops.aten
 WITH_ADDITION = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
 
 
-def fold_additions(graph: Graph) -> Graph:
+def apply(graph: Graph) -> Graph:
     """The graph with additions folded into products."""
     return apply_rules(graph, RULES)
 

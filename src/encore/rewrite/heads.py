@@ -62,7 +62,7 @@ class Gathered(Exit):
 
     other: int
     turned: bool
-    """Do the rows stand on the left, transposed?"""
+    """Whether the rows are on the left, transposed."""
     addend: int | None
 
 
@@ -154,7 +154,7 @@ class _Growth:
         return frozenset(value for value in owners if self.graph.values[value].storage in storages)
 
     def _may_begin(self) -> bool:
-        """Is it a product of forward in which rows share all but their left sides?"""
+        """Return whether it is a product of forward in which rows share all but their left sides."""
         scores = self.graph.values[self.root.result]
         shared_bias = self.root.bias is None or len(self.graph.values[self.root.bias].shape) == 1
         return self.root.op.forward and shared_bias and is_contiguous(scores)
@@ -187,7 +187,7 @@ class _Growth:
     # -- what an operator does to rows -------------------------------------------------------------------------------
 
     def _treats_rows_alike(self, op: Op) -> bool:
-        """Is each row of its result made from the same rows of the head, and of what all rows share?"""
+        """Return whether each row of its result is made from the same rows of the head, and of what all rows share."""
         if op.returns_tuple or op.writes[0] is None or not self._holds_rows(op.writes[0]):
             return False
         if op.kind is OpClass.VIEW:
@@ -209,7 +209,7 @@ class _Growth:
         return op.kwargs.get("device", here) == here
 
     def _holds_rows(self, number: int) -> bool:
-        """As many rows, as long and in the same order, as those that the product makes?"""
+        """Return whether it has as many rows, as long and in the same order, as those that the product makes."""
         value, scores = self.graph.values[number], self.graph.values[self.root.result]
         alike = value.shape[-1:] == scores.shape[-1:] and math.prod(value.shape) == math.prod(scores.shape)
         return alike and is_contiguous(value)
@@ -219,8 +219,8 @@ class _Growth:
         return number not in self.transposed and (len(shape) < 2 or (len(shape) == 2 and shape[0] == 1))
 
     def _begins_backward(self, op: Op) -> bool:
-        """Is it the gradient of the very loss the head ends in? It may read a copy of the target: labels that the step
-        computes are narrowed between forward and backward."""
+        """Return whether it is the gradient of the loss that the head ends in. It may read a copy of the target: labels
+        that the step computes are narrowed between forward and backward."""
         if op.target is not LOSS_BACKWARD or op.forward or self.loss is None:
             return False
         _, _, weight, reduction, ignored = self.loss.args
@@ -230,12 +230,12 @@ class _Growth:
         return same and (target.shape, target.dtype) == (copy.shape, copy.dtype) and self._reads_rows_at(op, 1)
 
     def _reads_rows_at(self, op: Op, position: int) -> bool:
-        """Is this argument, and no other, a matrix of the head?"""
+        """Return whether this argument, and no other, is a matrix of the head."""
         mine = [value for value in op.reads if value in self.inside]
         return not op.kwargs and mine == [op.args[position].value] and len(self.graph.values[mine[0]].shape) == 2
 
     def _weight_stays_inside(self, loss: Op) -> bool:
-        """Is the total weight read by the loss's own gradient only?"""
+        """Return whether the total weight is read by the loss's own gradient only."""
         weight = loss.writes[1]
         if weight is None or weight in exported(self.graph):
             return False

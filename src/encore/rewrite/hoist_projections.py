@@ -21,7 +21,7 @@ from encore.rewrite.queries import device_of, exported
 aten = torch.ops.aten
 
 
-def hoist_projections(graph: Graph, judge: Judge, chunk: int) -> Graph:
+def apply(graph: Graph, judge: Judge, chunk: int) -> Graph:
     """The graph with independent products of one weight stacked, `chunk` at a time."""
     groups: dict[tuple[object, ...], list[Product]] = {}
     leaving = exported(graph)

@@ -86,7 +86,7 @@ class Judge:
     def __init__(self, *, run: bool, exact: bool = False) -> None:
         self.run = run and not profiler_is_running()
         self.exact = exact
-        """Is bit equality with eager asked for?"""
+        """Whether results must equal those of eager bit for bit."""
         self.cache = machine_cache()
 
     def transposed_pays(self, graph: Graph, readers: Sequence[Product]) -> bool:

@@ -39,7 +39,7 @@ class _Match:
     masks: Sequence[Op]
 
 
-def mask_before_unpooling(graph: Graph) -> Graph:
+def apply(graph: Graph) -> Graph:
     """The graph with such masks moved, where nothing larger has to be kept for it."""
     editor = Editor(graph)
     builder = OpBuilder(editor)
@@ -113,7 +113,7 @@ def _windows(graph: Graph, cat: Op) -> dict[int, int]:
 
 
 def _cover(graph: Graph, source: int, masks: Sequence[Op]) -> bool:
-    """Is everything that was unpooled masked, once?"""
+    """Return whether everything that was unpooled is masked, once."""
     masked = [mask.args[1].value for mask in masks]
     whole = graph.producer(source)
     if masked == [source]:
@@ -135,7 +135,7 @@ def _pays(graph: Graph, needs: BackwardNeeds, match: _Match) -> bool:
 
 
 def _can_be_laid_out(builder: OpBuilder, match: _Match) -> bool:
-    """Can a copy of what was unpooled lie as each mask's result did?"""
+    """Return whether a copy of what was unpooled can be laid out as each mask's result was."""
     return all(_copying(builder, mask) is not None for mask in match.masks)
 
 

@@ -127,13 +127,13 @@ class OpPattern(Pattern):
         self.arguments = arguments
         self.name = name
         self.only_use = only_use
-        """Must its result be read once, and not leave the graph?"""
+        """Whether its result must be read once, and not leave the graph."""
         self.commutes = commutes
-        """May the first two arguments stand in either order?"""
+        """Whether the first two arguments may come in either order."""
         self.forward = forward
         """The phase in which it must run, where that matters."""
         self.any_kwargs = any_kwargs
-        """May it have keyword arguments, whatever they are?"""
+        """Whether it may have keyword arguments, whatever they are."""
 
     def fits(self, scope: Scope, argument: Any, captures: Captures) -> Iterator[Captures]:
         op = scope.graph.producer(argument.value) if isinstance(argument, Ref) else None
@@ -159,7 +159,7 @@ class Views(Pattern):
 
     pattern: Pattern
     only_use: bool = False
-    """Must nothing but the views read it?"""
+    """Whether nothing but the views may read it."""
 
     def fits(self, scope: Scope, argument: Any, captures: Captures) -> Iterator[Captures]:
         yield from self.pattern.fits(scope, argument, captures)

@@ -22,7 +22,7 @@ from encore.rewrite.queries import device_of, exported, has_memory_to_itself
 aten = torch.ops.aten
 
 
-def merge_siblings(graph: Graph, judge: Judge) -> Graph:
+def apply(graph: Graph, judge: Judge) -> Graph:
     """The graph with sibling products merged where that pays."""
     leaving = exported(graph)
     families: dict[tuple[int, bool], list[Product]] = {}
@@ -42,13 +42,13 @@ def merge_siblings(graph: Graph, judge: Judge) -> Graph:
 
 
 def _is_given(graph: Graph, weight: int) -> bool:
-    """Is it there before the step, or a view of what is?"""
+    """Return whether it exists before the step, or is a view of what does."""
     value = graph.values[weight]
     return value.storage in graph.external
 
 
 def _windows_will_do(graph: Graph, found: Product) -> bool:
-    """Can all readers of the result read a window of a wider matrix?"""
+    """Return whether all readers of the result can read a window of a wider matrix."""
     readers = [graph.ops[reader] for reader in graph.values[found.result].readers]
     return has_memory_to_itself(graph, found.result) and all(
         reader.target in PRODUCTS or (reader.kind is OpClass.CHEAP and is_fusible(reader.target)) for reader in readers

@@ -68,7 +68,7 @@ BOUNDS: Mapping[Any, Bound] = {
 """A reader of positions -> a number that none of them reaches, counted from either end."""
 
 
-def narrow_indices(graph: Graph) -> Graph:
+def apply(graph: Graph) -> Graph:
     """The graph with positions that cross from forward to backward made narrow on the way."""
     editor = Editor(graph)
     needs = BackwardNeeds(graph)

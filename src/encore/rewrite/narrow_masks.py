@@ -18,7 +18,7 @@ from encore.rewrite.rules import Rule, apply_rules
 aten = torch.ops.aten
 
 
-def narrow_masks(graph: Graph) -> Graph:
+def apply(graph: Graph) -> Graph:
     """The graph with dropout's noise drawn as booleans."""
     return apply_rules(graph, RULES)
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from encore.graph import Op
 from encore.graph.editor import Editor
+from encore.graph.torch_private import FakeTensorMode
 from encore.graph.values import map_refs
 from encore.rewrite.queries import device_of, result_of
 

@@ -9,25 +9,27 @@ from dataclasses import dataclass
 from encore.checking import checks_enabled
 from encore.errors import IllegalGraphError
 from encore.graph import Graph, verify_graph
-from encore.rewrite.block_attention import block_attention
-from encore.rewrite.channels_last import channels_last
-from encore.rewrite.fold_additions import fold_additions
-from encore.rewrite.hoist_projections import hoist_projections
+from encore.rewrite import (
+    block_attention,
+    channels_last,
+    fold_additions,
+    hoist_projections,
+    mask_before_unpooling,
+    merge_siblings,
+    narrow_indices,
+    narrow_masks,
+    pool_maps,
+    postpone_gradients,
+    read_kept,
+    read_sizes,
+    score_attention,
+    sign_bits,
+    sign_masks,
+    split_convolutions,
+    stack_weight_gradients,
+    transpose_weights,
+)
 from encore.rewrite.judge import Judge
-from encore.rewrite.mask_before_unpooling import mask_before_unpooling
-from encore.rewrite.merge_siblings import merge_siblings
-from encore.rewrite.narrow_indices import narrow_indices
-from encore.rewrite.narrow_masks import narrow_masks
-from encore.rewrite.pool_maps import pool_maps
-from encore.rewrite.postpone_gradients import postpone_gradients
-from encore.rewrite.read_kept import read_kept
-from encore.rewrite.read_sizes import read_sizes
-from encore.rewrite.score_attention import score_attention
-from encore.rewrite.sign_bits import sign_bits
-from encore.rewrite.sign_masks import sign_masks
-from encore.rewrite.split_convolutions import split_convolutions
-from encore.rewrite.stack_weight_gradients import stack_weight_gradients
-from encore.rewrite.transpose_weights import transpose_weights
 
 CHUNKS = (8, 4)
 """How many time steps at once; fewer where more would raise the peak. Fixed numbers, and whole chunks only, so that
@@ -51,29 +53,29 @@ def _in_chunks(run: Callable[[Graph, Judge, int], Graph]) -> Callable[[Graph, Ju
 
 def _channels_last(graph: Graph, judge: Judge) -> Graph:
     """Channels last without splitting backward would take more memory than the step did: the two go together."""
-    laid_out = channels_last(graph, judge)
-    return graph if laid_out is graph else split_convolutions(laid_out)
+    laid_out = channels_last.apply(graph, judge)
+    return graph if laid_out is graph else split_convolutions.apply(laid_out)
 
 
 PASSES: dict[str, Callable[[Graph, Judge], Iterator[Graph]]] = {
-    "score_attention": _once(score_attention),
-    "block_attention": _once(block_attention),
-    "read_sizes": _once(lambda graph, judge: read_sizes(graph)),
-    "mask_before_unpooling": _once(lambda graph, judge: mask_before_unpooling(graph)),
-    "read_kept": _once(lambda graph, judge: read_kept(graph, exact=judge.exact)),
-    "sign_masks": _once(lambda graph, judge: sign_masks(graph, exact=judge.exact)),
-    "narrow_masks": _once(lambda graph, judge: narrow_masks(graph)),
+    "score_attention": _once(score_attention.apply),
+    "block_attention": _once(block_attention.apply),
+    "read_sizes": _once(lambda graph, judge: read_sizes.apply(graph)),
+    "mask_before_unpooling": _once(lambda graph, judge: mask_before_unpooling.apply(graph)),
+    "read_kept": _once(lambda graph, judge: read_kept.apply(graph, exact=judge.exact)),
+    "sign_masks": _once(lambda graph, judge: sign_masks.apply(graph, exact=judge.exact)),
+    "narrow_masks": _once(lambda graph, judge: narrow_masks.apply(graph)),
     "channels_last": _once(_channels_last),
-    "split_convolutions": _once(lambda graph, judge: split_convolutions(graph, exact=judge.exact)),
-    "sign_bits": _once(lambda graph, judge: sign_bits(graph, exact=judge.exact)),
-    "pool_maps": _once(lambda graph, judge: pool_maps(graph)),
-    "narrow_indices": _once(lambda graph, judge: narrow_indices(graph)),
-    "transpose_weights": _once(transpose_weights),
-    "hoist_projections": _in_chunks(hoist_projections),
-    "merge_siblings": _once(merge_siblings),
-    "fold_additions": _once(lambda graph, judge: fold_additions(graph)),
-    "stack_weight_gradients": _in_chunks(stack_weight_gradients),
-    "postpone_gradients": _once(lambda graph, judge: postpone_gradients(graph)),
+    "split_convolutions": _once(lambda graph, judge: split_convolutions.apply(graph, exact=judge.exact)),
+    "sign_bits": _once(lambda graph, judge: sign_bits.apply(graph, exact=judge.exact)),
+    "pool_maps": _once(lambda graph, judge: pool_maps.apply(graph)),
+    "narrow_indices": _once(lambda graph, judge: narrow_indices.apply(graph)),
+    "transpose_weights": _once(transpose_weights.apply),
+    "hoist_projections": _in_chunks(hoist_projections.apply),
+    "merge_siblings": _once(merge_siblings.apply),
+    "fold_additions": _once(lambda graph, judge: fold_additions.apply(graph)),
+    "stack_weight_gradients": _in_chunks(stack_weight_gradients.apply),
+    "postpone_gradients": _once(lambda graph, judge: postpone_gradients.apply(graph)),
 }
 EXACT = frozenset({
     "read_sizes", "mask_before_unpooling", "read_kept", "sign_masks", "narrow_masks", "split_convolutions", "sign_bits",

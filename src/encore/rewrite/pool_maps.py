@@ -33,7 +33,7 @@ FEW = 1 << 12
 """Bytes of positions that are not worth an operator of our own."""
 
 
-def pool_maps(graph: Graph) -> Graph:
+def apply(graph: Graph) -> Graph:
     """The graph with such layers."""
     return apply_rules(graph, RULES)
 

@@ -14,11 +14,11 @@ from encore.graph.editor import Editor
 FEW = 1 << 20
 """Bytes of a gradient that is made where it always was."""
 TIMES = 4
-"""A gradient is postponed that takes so many times the bytes that are held for it meanwhile."""
+"""A gradient is postponed that takes so many times the bytes that are kept for it meanwhile."""
 MOVABLE = frozenset({OpClass.VIEW, OpClass.CHEAP, OpClass.HEAVY})
 
 
-def postpone_gradients(graph: Graph) -> Graph:
+def apply(graph: Graph) -> Graph:
     """The graph with such gradients made last, in the order in which they were made."""
     editor = Editor(graph)
     last: list[Op] = []

@@ -72,7 +72,7 @@ class _Twin:
     end: int | None = None
 
 
-def read_kept(graph: Graph, *, exact: bool) -> Graph:
+def apply(graph: Graph, *, exact: bool) -> Graph:
     """The graph in which activations whose facts are kept elsewhere are not kept."""
     editor = Editor(graph)
     builder = OpBuilder(editor)
@@ -94,7 +94,7 @@ def read_kept(graph: Graph, *, exact: bool) -> Graph:
 
 
 def _is_stuck(graph: Graph, storage: int, reading: Reading) -> bool:
-    """Views, draws and writes are left alone."""
+    """Views, draws and writes are not changed."""
     whole = graph.storages[storage].values[0] == reading.value
     return not whole or reading.op.kind not in (OpClass.CHEAP, OpClass.HEAVY)
 
@@ -147,7 +147,7 @@ def _forward_readers(graph: Graph, value: int) -> list[Op]:
 
 
 def _serves(builder: OpBuilder, reading: Reading, twin: _Twin, exact: bool) -> bool:
-    """Does the formula make the same of the twin, where it lies, and leave it laid out as before?"""
+    """Return whether the formula makes the same of the twin, where it lies, and leaves it laid out as before."""
     graph, op = builder.editor.original, reading.op
     before, now = graph.values[reading.value].stride, graph.values[twin.value].stride
     if before == now and twin.start is None:

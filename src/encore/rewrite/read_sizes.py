@@ -11,7 +11,7 @@ from encore.rewrite.queries import result_of
 from encore.rewrite.rules import Rule, apply_rules
 
 
-def read_sizes(graph: Graph) -> Graph:
+def apply(graph: Graph) -> Graph:
     """The graph with such backward operators where nothing else in backward needs the numbers of the input."""
     return apply_rules(graph, RULES)
 

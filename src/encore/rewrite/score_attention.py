@@ -26,7 +26,7 @@ RESULTS = ("keys", "query", "weight", "bias", "norm_weight", "norm_bias")
 """What the operator of backward returns, in order."""
 
 
-def score_attention(graph: Graph, judge: Judge) -> Graph:
+def apply(graph: Graph, judge: Judge) -> Graph:
     """The graph with attention's scores in operators of their own where that pays."""
     editor = Editor(graph)
     worthwhile = [found for found in find_additive_scores(graph) if judge.scoring_pays(found, _dtype(graph, found))]

@@ -28,7 +28,7 @@ FEW = 1 << 16
 """Bytes of an activation that is not worth two operators of our own."""
 
 
-def sign_bits(graph: Graph, *, exact: bool) -> Graph:
+def apply(graph: Graph, *, exact: bool) -> Graph:
     """The graph with such signs encoded early."""
     return apply_rules(graph, EXACT_RULES if exact else RULES)
 

@@ -105,7 +105,7 @@ EXACT_FORMULAS = (
 )
 
 
-def sign_masks(graph: Graph, *, exact: bool) -> Graph:
+def apply(graph: Graph, *, exact: bool) -> Graph:
     """The graph with such activations saved as booleans."""
     return _Masking(graph, EXACT_FORMULAS if exact else FORMULAS).run()
 

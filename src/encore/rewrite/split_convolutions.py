@@ -30,7 +30,7 @@ aten = torch.ops.aten
 INPUT, WEIGHT, BIAS, MASK = 1, 2, 3, 10
 
 
-def split_convolutions(graph: Graph, *, exact: bool = False) -> Graph:
+def apply(graph: Graph, *, exact: bool = False) -> Graph:
     """The graph with such backward operators split in two. `exact` asks for bit equality."""
     editor = Editor(graph)
     for op in graph.ops:

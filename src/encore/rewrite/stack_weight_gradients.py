@@ -21,7 +21,7 @@ from encore.rewrite.queries import device_of
 aten = torch.ops.aten
 
 
-def stack_weight_gradients(graph: Graph, judge: Judge, chunk: int) -> Graph:
+def apply(graph: Graph, judge: Judge, chunk: int) -> Graph:
     """The graph with chains of accumulated products taken `chunk` links at a time."""
     editor = Editor(graph)
     for chain in _chains(graph):

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 FEWEST_USES = 4
 
 
-def transpose_weights(graph: Graph, judge: Judge) -> Graph:
+def apply(graph: Graph, judge: Judge) -> Graph:
     """The graph with transposed copies of the weights for which that pays."""
     editor = Editor(graph)
     uses: dict[int, list[Product]] = {}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from encore.kernels.gpu import recurrent
-from encore.kernels.gpu.launch import launch
+from encore.kernels.gpu.launcher import launch
 from encore.kernels.gpu.tiles import tile_for
 from encore.rnn.steps import (
     BackwardSteps,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from encore.kernels.gpu import recurrent, scores
-from encore.kernels.gpu.launch import launch
+from encore.kernels.gpu.launcher import launch
 from encore.kernels.gpu.tiles import tile_for
 from encore.rnn.layer import copied_bytes, with_contiguous_rows
 from encore.rnn.score_kernels import ScoreGradients, ScoreOperands
@@ -42,8 +42,8 @@ def forward(operands: ScoreOperands, result: Tensor) -> None:
     tiles = -(-count // tile.rows)
     strides = *query.stride()[:2], *keys.stride()[:2]
     launch(
-        scores.scores, (batch * queries * tiles,), *given, result, queries, count, tiles, operands.hidden, *strides,
-        EPS=operands.eps, KEYS=tile.rows, UNITS=tile.units,
+        scores.score_forward, (batch * queries * tiles,), *given, result, queries, count, tiles, operands.hidden,
+        *strides, EPS=operands.eps, KEYS=tile.rows, UNITS=tile.units,
     )  # fmt: skip
 
 

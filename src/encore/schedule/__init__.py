@@ -1,4 +1,4 @@
-"""Plan + graph -> one linear stream of actions for forward and one for backward; what they hold, byte by byte.
+"""Plan + graph -> one linear stream of actions for forward and one for backward; their memory, byte by byte.
 
 Nothing here chooses what to keep, and nothing here runs on real tensors.
 """
@@ -7,9 +7,9 @@ from encore.schedule.actions import Action, Free, Fused, Load, Run, Schedule, St
 from encore.schedule.copies import CarriedOut, carry_out, carry_out_fates
 from encore.schedule.fusion import Fusion, fuse
 from encore.schedule.order import schedule_step
-from encore.schedule.replay import replay
-from encore.schedule.simulate import Change, Kind, Timeline, alive_at_worst, changes, simulate
-from encore.schedule.stack import Stack, residents, stack, stretches
+from encore.schedule.replayer import replay
+from encore.schedule.simulator import Change, Kind, Timeline, alive_at_worst, changes, simulate
+from encore.schedule.stacking import Stack, residents, stack, stretches
 from encore.schedule.transfers import Placed, place_transfers
 
 __all__ = [

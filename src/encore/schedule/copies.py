@@ -24,7 +24,8 @@ from encore.fates import Fate, owners
 from encore.fates.fate import Shape
 from encore.fates.normalised import FROM_STATISTICS, Normalised, is_training_batch_norm
 from encore.fates.recompute import STATE_BYTES, device_of, results_of_copy
-from encore.graph import Graph, Op, OpClass, Storage, Value
+from encore.graph import Graph, Op, OpClass, Value
+from encore.graph.editor import Editor
 from encore.graph.ops import classify, is_fusible
 from encore.graph.random_ops import DrawAgain, DrawState
 from encore.graph.tier_ops import is_transfer
@@ -48,8 +49,8 @@ class CarriedOut:
 
 
 def carry_out(graph: Graph, fates: Collection[Fate], *, exact: bool) -> Graph:
-    """The graph that carries out these fates. `exact` asks for the very bits that forward made; otherwise a
-    normalisation is computed again from its statistics, which saves the reductions."""
+    """The graph that carries out these fates. `exact` asks for exactly the bits that forward made; otherwise a
+    normalisation is recomputed from its statistics, which saves the reductions."""
     return carry_out_fates(graph, fates, exact=exact).graph
 
 
@@ -71,8 +72,8 @@ class _Copies:
         self.fates = fates
         self.exact = exact
         self.patience = PATIENCE_WITHOUT_KERNELS if exact else PATIENCE
-        self.values = [value.copy() for value in graph.values]
-        self.storages = [storage.copy() for storage in graph.storages]
+        self.editor = Editor(graph)
+        self.values = self.editor.graph.values
         self.before: dict[int, list[Op]] = {}
         self.after: dict[int, list[Op]] = {}
         """What forward runs besides, by the operator it runs before or after."""
@@ -102,38 +103,31 @@ class _Copies:
         for value in self.graph.gradients:
             assert value is None or value not in self.fates, "a gradient must be kept"
         self.backward += [op for op in self.graph.ops if not op.forward and op.id not in placed]
-        return self._numbered()
+        return self._in_order()
 
-    def _numbered(self) -> CarriedOut:
-        ops = []
-        forward = (
+    def _in_order(self) -> CarriedOut:
+        forward = [
             one
             for op in self.graph.ops
             if op.forward
             for one in (*self.before.get(op.id, ()), op, *self.after.get(op.id, ()))
-        )
+        ]
+        ops = [*forward, *self.backward]
+        graph = self.editor.finish_in_order(ops)
         added = {id(op): value for value, found in self.added.items() for op in found}
         ops_of: dict[int, list[Op]] = {}
-        for number, op in enumerate((*forward, *self.backward)):
-            ops.append(op if op.id == number else op.copy(number))
+        for op, placed in zip(ops, graph.ops, strict=True):
             if id(op) in added:
-                ops_of.setdefault(added[id(op)], []).append(ops[-1])
-            for written in op.writes:
-                if written is not None:
-                    self.values[written].producer = number
-            for read in op.reads:
-                self.values[read].readers.append(number)
-        return CarriedOut(dataclasses.replace(self.graph, values=self.values, storages=self.storages, ops=ops), ops_of)
+                ops_of.setdefault(added[id(op)], []).append(placed)
+        return CarriedOut(graph, ops_of)
 
     def _move_views(self, op: Op, reads: dict[int, int]) -> None:
         """What backward looks at through views of its own is in the copy's memory, no longer in the original's."""
         for value in op.writes:
             for read, current in reads.items():
                 storage, now = self.graph.values[read].storage, self.values[current].storage
-                if value is not None and now is not None and self.graph.values[value].storage == storage != now:
-                    self.storages[storage].values.remove(value)  # type: ignore[index]
-                    self.storages[now].values.append(value)
-                    self.values[value].storage = now
+                if value is not None and now is not None and self.graph.values[value].storage == storage:
+                    self.editor.file_under(value, now)
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
@@ -246,21 +240,13 @@ class _Copies:
                 if self.graph.values[read].storage == value.storage:
                     storages[value.storage] = self.values[current].storage  # type: ignore[assignment]
             if value.storage not in storages:
-                storages[value.storage] = self._new_storage(self.graph.storages[value.storage])
+                storages[value.storage] = self._new_storage(value.storage)
             storage = storages[value.storage]
-        return self._add(dataclasses.replace(value, name=self._name(value.name), storage=storage, role=None))
+        return self.editor.add(dataclasses.replace(value, name=self._name(value.name), storage=storage, role=None))
 
-    def _add(self, value: Value) -> int:
-        value.id = len(self.values)
-        value.readers = []
-        self.values.append(value)
-        if value.storage is not None:
-            self.storages[value.storage].values.append(value.id)
-        return value.id
-
-    def _new_storage(self, like: Storage) -> int:
-        self.storages.append(dataclasses.replace(like, id=len(self.storages), values=[]))
-        return len(self.storages) - 1
+    def _new_storage(self, like: int) -> int:
+        known = self.editor.graph.storages[like]
+        return self.editor.add_storage(known.bytes, known.device)
 
     # -- draws -------------------------------------------------------------------------------------------------------
 
@@ -269,9 +255,8 @@ class _Copies:
         if op.id not in self.states:
             device = device_of(self.graph, op)
             size = STATE_BYTES[device.partition(":")[0]]
-            self.storages.append(Storage(len(self.storages), block_bytes(size, "cpu"), "cpu"))
-            state = Value(0, f"{op.name}_state", len(self.storages) - 1, (size,), (1,), torch.uint8, size, None)
-            number = self._add(state)
+            storage = self.editor.add_storage(block_bytes(size, "cpu"), "cpu")
+            number = self.editor.add(Value(0, f"{op.name}_state", storage, (size,), (1,), torch.uint8, size, None))
             before = dataclasses.replace(
                 op,
                 id=-1,
@@ -300,8 +285,8 @@ class _Copies:
     ) -> int:
         """Add an operator to forward, after the last reader of `value` there; return its contiguous result."""
         size, stride = math.prod(shape) * dtype.itemsize, contiguous_strides(shape)
-        self.storages.append(Storage(len(self.storages), block_bytes(size, device), device))
-        made = self._add(Value(0, name, len(self.storages) - 1, shape, stride, dtype, size, None))
+        storage = self.editor.add_storage(block_bytes(size, device), device)
+        made = self.editor.add(Value(0, name, storage, shape, stride, dtype, size, None))
         op = dataclasses.replace(
             self._maker(value),
             id=-1,
@@ -325,8 +310,8 @@ class _Copies:
         assert known.storage is not None
         op = self._emit(self._maker(value), target, args, {})
         op.name, op.returns_tuple = self._name(known.name, how), False
-        storage = self._new_storage(self.storages[known.storage])
-        made = self._add(dataclasses.replace(known, name=self._name(known.name), storage=storage, role=None))
+        storage = self._new_storage(known.storage)
+        made = self.editor.add(dataclasses.replace(known, name=self._name(known.name), storage=storage, role=None))
         op.writes = (made,)
         self.added.setdefault(value, []).append(op)
         return made
@@ -370,7 +355,7 @@ class _Copies:
         view = self._emit(op, aten.view.default, (Ref(current), list(shape)), {})
         view.returns_tuple = False
         name, stride = self._name(f"{known.name}_wide"), contiguous_strides(shape)
-        made = self._add(dataclasses.replace(known, name=name, shape=shape, stride=stride, role=None))
+        made = self.editor.add(dataclasses.replace(known, name=name, shape=shape, stride=stride, role=None))
         view.writes = (made,)
         return made
 
@@ -380,15 +365,15 @@ class _Copies:
         step.returns_tuple = False
         like = self.graph.values[wanted]
         assert like.storage is not None
-        storage = self._new_storage(self.graph.storages[like.storage])
-        made = self._add(dataclasses.replace(like, name=self._name(like.name), storage=storage, role=None))
+        storage = self._new_storage(like.storage)
+        made = self.editor.add(dataclasses.replace(like, name=self._name(like.name), storage=storage, role=None))
         step.writes = (made,)
         return made
 
 
 def is_barrier(op: Op, *, exact: bool) -> bool:
-    """Does time pass while it runs, as copies count it? Not in a view, a constant, or, where there are kernels, in what
-    becomes part of one."""
+    """Return whether time passes while it runs, as copies count it: not in a view, a constant, or, where there are
+    kernels, in what becomes part of one."""
     return op.kind is not OpClass.VIEW and bool(op.reads) and (exact or not is_fusible(op.target))
 
 

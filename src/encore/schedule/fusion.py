@@ -3,11 +3,11 @@
 A pass over the stream. Between two operators that cannot be fused (a matrix product, a draw, a collective) lies a run
 of cheap ones; its connected parts become kernels, in eager's order. Views are free: a view of an operand that begins
 where the operand begins moves into the kernel, one that begins elsewhere is taken outside (its offset, which differs
-from time step to time step, must not tell kernels apart), and a view of a result is taken again outside where somebody
-outside reads it.
+from time step to time step, must not make kernels differ), and a view of a result is taken again outside where
+it is read there.
 
-A draw or a load that reads nothing of the run steps in front of it, and an encoder or a store, whose result nobody
-reads before backward, waits until it is over; nothing else changes its place.
+A draw or a load that reads nothing of the run steps in front of it, and an encoder or a store, whose result is not
+read before backward, waits until it is over; nothing else changes its place.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ DECLINED: Mapping[str, Callable[[Graph, Op], bool]] = {
     "_fused_rms_norm": _mixes_types,
     "_fused_rms_norm_backward": _mixes_types,
 }
-"""Forms in which an operator that could be fused is left alone."""
+"""Forms in which an operator that could be fused stays separate."""
 
 
 class _Grouping:
@@ -159,12 +159,12 @@ class _Grouping:
         return op.kind is OpClass.RANDOM or isinstance(op.target, LoadFrom)
 
     def _is_unread_code(self, op: Op) -> bool:
-        """Is it an encoder whose code nobody reads here, but for the store that follows it?"""
+        """Return whether it is an encoder whose code nothing reads here but the store that follows it."""
         readers = {reader for value in op.writes if value is not None for reader in self.readers.get(value, ())}
         return is_codec(op.target) and all(isinstance(self.graph.ops[reader].target, StoreTo) for reader in readers)
 
     def _fits(self, op: Op) -> bool:
-        """Can a kernel hold this operator?"""
+        """Return whether this operator can be part of a kernel."""
         if not is_fusible(op.target) or len(op.reads) > MOST_OPERANDS:
             return False
         values = [self.graph.values[value] for value in (*op.reads, *op.writes) if value is not None]
@@ -259,7 +259,7 @@ class _Grouping:
 
 def _untold_layouts(graph: Graph) -> set[int | None]:
     """Storages whose layout is not known for sure: a draw's, or an unknown operator's, that are not simply contiguous.
-    Fake kernels of such operators are known to tell other strides than the real ones give."""
+    Fake kernels of such operators are known to give other strides than the real ones."""
     return {
         graph.values[value].storage
         for op in graph.ops

@@ -42,14 +42,14 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class KernelCall:
     """One operator of a kernel. `Ref`s count the operands first, then the results of the calls before."""
 
     target: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     results: tuple[bool, ...]
-    """By position: is it a tensor?"""
+    """By position, whether it is a tensor."""
     returns_tuple: bool
 
 
@@ -58,7 +58,7 @@ class Kernel:
     """What is compiled. `over` pairs a position among the outputs with the operand whose memory it takes."""
 
     operands: tuple[Operand, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[KernelCall, ...]
     outputs: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     layouts: tuple[tuple[int, ...], ...]
@@ -67,7 +67,7 @@ class Kernel:
 
     @functools.cached_property
     def text(self) -> str:
-        """Everything that tells this kernel from another, as text."""
+        """Everything in which this kernel may differ from another, as text."""
         lines = [f"%{number} = {_operand_text(operand)}" for number, operand in enumerate(self.operands)]
         lines += [_aloud(call) for call in self.calls]
         return "\n".join([*lines, f"return {self.outputs} {self.layouts} over {self.over}"])
@@ -77,7 +77,7 @@ class Kernel:
         return hashlib.sha256(self.text.encode()).hexdigest()[:24]
 
     def accepts(self, strides: Sequence[tuple[int, ...]]) -> bool:
-        """Are these the layouts its results must have? Those that go over an operand have that operand's anyway; the
+        """Return whether its results may have these layouts. Those that go over an operand have its layout anyway; the
         stride of a dimension with one element means nothing."""
         taken = {position for position, _ in self.over}
         wanted = [
@@ -96,7 +96,7 @@ class Kernel:
         return {operand.device for operand in self.operands}
 
 
-def _aloud(call: Call) -> str:
+def _aloud(call: KernelCall) -> str:
     kwargs = "".join(f", {name}={_text(argument)}" for name, argument in call.kwargs)
     return f"{_name(call.target)}({', '.join(_text(argument) for argument in call.args)}{kwargs})"
 
@@ -123,7 +123,7 @@ CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch
 
 
 def is_describable(argument: Any) -> bool:
-    """Can a kernel's text say this argument in full?"""
+    """Return whether a kernel's text can describe this argument in full."""
     if isinstance(argument, tuple | list):
         return all(is_describable(item) for item in argument)
     return isinstance(argument, (Ref, *CONSTANTS))
@@ -136,7 +136,7 @@ def describe_kernel(graph: Graph, group: Group, over: Iterable[tuple[int, int]])
     for op in group.ops:
         local = functools.partial(_numbered, numbers)
         calls.append(
-            Call(
+            KernelCall(
                 target=op.target,
                 args=map_refs(op.args, local),
                 kwargs=tuple((name, map_refs(argument, local)) for name, argument in sorted(op.kwargs.items())),
@@ -170,7 +170,7 @@ def _operand(graph: Graph, number: int) -> Operand:
     return Operand(value.shape, value.stride, value.dtype, device, aligned)
 
 
-def each_result(call: Call, results: Any) -> Iterator[Any]:
+def each_result(call: KernelCall, results: Any) -> Iterator[Any]:
     """The tensors among a call's results, in the order in which `Ref`s count them."""
     given = results if call.returns_tuple else (results,)
     return (result for result, is_tensor in zip(given, call.results, strict=True) if is_tensor)

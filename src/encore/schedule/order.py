@@ -2,7 +2,7 @@
 
 Forward operators keep their order. Backward operators that wait for a tangent keep theirs too; whatever else backward
 needs (a transposed weight, `1 - y` of a sigmoid) runs right before its first reader, since running it early would
-only hold memory. Signs that a pass has taken of a map run where they were put, since the map goes then. Of the values
+only take memory. Signs that a pass has taken of a map run where they were put, since the map goes then. Of the values
 that cross, the owner of the memory is saved and its views are taken again in backward: a view costs a microsecond and
 no bytes.
 """

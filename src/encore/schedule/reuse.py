@@ -52,7 +52,7 @@ def write_over_dying(
                 assert value.storage is not None
                 assert result.storage is not None
                 if last_look.get(value.storage) != position or value.storage in foreign:
-                    continue  # somebody looks at it later
+                    continue  # read later
                 shared = any(other != operand and holds(other) == holds(operand) for other in item.reads)
                 if not shared and _same_window(graph, value, result):
                     over.setdefault(position, []).append((written, operand))
@@ -96,7 +96,7 @@ def _operands_written_over(op: Op) -> list[int]:
 
 
 def _same_window(graph: Graph, value: Value, result: Value) -> bool:
-    """Does the operand fill its whole storage the way the result will fill its own?"""
+    """Return whether the operand fills its whole storage as the result will fill its own."""
     assert value.storage is not None
     assert result.storage is not None
     mine, its = graph.storages[value.storage], graph.storages[result.storage]

@@ -1,12 +1,12 @@
-"""Stores and loads that run beside the operators: begun as early as memory allows, waited for as late as it allows.
+"""Stores and loads while operators run: begun as early as memory allows, waited for as late as it allows.
 
 A schedule in which values go to a tier is legal as it comes from `order.py`: every store and every load is an operator
-that takes its time. Here each becomes two actions. A store begins where it stands; its operand is held until a `Wait`,
-which stands where its bytes are needed for something else, or well after it must be over. A load begins as soon as
+that takes its time. Here each becomes two actions. A store begins at its place; its operand is kept until a `Wait`,
+which comes where its bytes are needed for something else, or well after it must be over. A load begins as soon as
 there is room for its bytes from there to its first reader, and is waited for right before that. Nothing in flight ever
 raises the peak: the limit is that of the schedule without transfers in flight.
 
-Time is that of one channel, which serves one transfer after the other beside operators. These take the seconds they
+Time is that of one channel, which serves one transfer after the other while operators run. These take the seconds they
 were measured to take, and longer while a transfer is on its way, which wants a processor, too. What a `Wait` has to
 wait in this model is the stall; both are part of a plan's cost.
 """
@@ -24,7 +24,7 @@ from encore.fates import Link
 from encore.graph import Graph, Op
 from encore.graph.tier_ops import LoadFrom, StoreTo
 from encore.schedule.actions import Action, Free, Fused, Load, Run, Schedule, Store, Wait
-from encore.schedule.simulate import Timeline
+from encore.schedule.simulator import Timeline
 
 Bytes = npt.NDArray[np.int64]
 Duration = Callable[[Graph, Op | Fused, int | None], float]
@@ -41,13 +41,13 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A schedule whose transfers run beside its operators."""
+    """A schedule whose transfers run concurrently with its operators."""
 
     schedule: Schedule
     stall: float = 0.0
     """Seconds that the step stands still, waiting for bytes."""
     lost: float = 0.0
-    """Seconds by which computing is slower for the transfers beside it."""
+    """Seconds by which computing is slower for concurrent transfers."""
     moved: int = 0
     """Bytes that go to tiers."""
 
@@ -140,7 +140,7 @@ def place_loads(
 
 
 class _Clock:
-    """The time of a step beside one channel."""
+    """The time of a step and of the channel for its transfers."""
 
     def __init__(self, pace: float) -> None:
         self.pace = pace
@@ -161,9 +161,9 @@ class _Clock:
 
     def run(self, seconds: float) -> None:
         """An action, at the pace that the channel leaves it."""
-        beside = min(max(0.0, self.free_at - self.now), seconds / self.pace)
-        self.lost += beside * (1 - self.pace)
-        self.now += seconds + beside * (1 - self.pace)
+        shared = min(max(0.0, self.free_at - self.now), seconds / self.pace)
+        self.lost += shared * (1 - self.pace)
+        self.now += seconds + shared * (1 - self.pace)
 
 
 def _forward(schedule: Schedule, out: Sequence[int], waits: Sequence[int]) -> tuple[Action, ...]:

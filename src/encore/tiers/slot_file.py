@@ -134,7 +134,7 @@ class SlotFile:
             place = f"{str(self.directory)!r}{', which lies in memory' if self.in_memory else ''}"
             raise TierError(
                 f"no room for {bytes_text(needed - self.claimed)} more in {place}: {bytes_text(free)} "
-                f"are free, and {bytes_text(SPARE)} of them are left alone; name another folder, Disk(directory=...)"
+                f"are free, and {bytes_text(SPARE)} of them must stay free; name another folder, Disk(directory=...)"
             )
         size = needed if exactly else min(needed + GROWTH, (self.claimed + free - SPARE) // PAGE * PAGE)
         size = size if self.capacity is None else min(size, self.capacity)

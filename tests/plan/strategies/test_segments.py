@@ -8,8 +8,8 @@ from torch import nn
 
 from encore.graph import Graph
 from encore.plan.strategies import Forward, block_boundaries, blocks, chen
-from encore.plan.strategies.blocks import crossing_bytes, longest_runs
-from encore.plan.strategies.chen import chen_cuts
+from encore.plan.strategies.chen_segments import chen_cuts
+from encore.plan.strategies.repeated_blocks import crossing_bytes, longest_runs
 from support.captured_graphs import captured_graph
 from support.hand_made_graphs import Drawing
 from support.recompute_reference import backward_asks_for, kept_bytes, names, workload_graph
@@ -19,13 +19,13 @@ FLOAT = 4
 
 def chain(length: int, size: int = 10) -> tuple[Graph, list[int]]:
     """Products one after the other, each needed by backward."""
-    sketch = Drawing()
-    weight = sketch.primal(1)
-    values = [sketch.heavy(weight, size=size)]
+    drawing = Drawing()
+    weight = drawing.primal(1)
+    values = [drawing.heavy(weight, size=size)]
     while len(values) < length:
-        values.append(sketch.heavy(values[-1], size=size))
-    sketch.needs(*values)
-    return sketch.graph, values
+        values.append(drawing.heavy(values[-1], size=size))
+    drawing.needs(*values)
+    return drawing.graph, values
 
 
 def test_segments_are_equal_and_as_many_as_the_root_of_the_length() -> None:
@@ -47,14 +47,14 @@ def test_a_chain_keeps_the_ends_of_its_segments_and_the_last_segment() -> None:
 
 
 def test_what_a_later_segment_reads_is_kept_and_its_views_are_not_asked() -> None:
-    sketch = Drawing()
-    weight = sketch.primal(1)
-    early = sketch.heavy(weight, size=10)
-    middle = sketch.heavy(early, size=10)
-    late = sketch.heavy(middle, sketch.view(early), size=10)
-    sketch.needs(early, middle, late)
-    assert chen(sketch.graph, segments=3) == frozenset()
-    assert chen(sketch.graph, segments=2) == frozenset()
+    drawing = Drawing()
+    weight = drawing.primal(1)
+    early = drawing.heavy(weight, size=10)
+    middle = drawing.heavy(early, size=10)
+    late = drawing.heavy(middle, drawing.view(early), size=10)
+    drawing.needs(early, middle, late)
+    assert chen(drawing.graph, segments=3) == frozenset()
+    assert chen(drawing.graph, segments=2) == frozenset()
     graph, values = chain(4)
     assert chen(graph, segments=2) == {values[0]}
 
@@ -102,10 +102,10 @@ def test_the_steps_of_a_loop_are_blocks() -> None:
 
 
 def test_a_graph_without_repeats_is_left_alone() -> None:
-    sketch = Drawing()
-    value = sketch.primal(1)
+    drawing = Drawing()
+    value = drawing.primal(1)
     for size in range(10, 20):
-        value = sketch.cheap(value, size=size)
-    sketch.needs(value)
-    assert block_boundaries(sketch.graph) == []
-    assert blocks(sketch.graph) == frozenset()
+        value = drawing.cheap(value, size=size)
+    drawing.needs(value)
+    assert block_boundaries(drawing.graph) == []
+    assert blocks(drawing.graph) == frozenset()

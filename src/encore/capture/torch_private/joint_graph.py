@@ -159,7 +159,7 @@ def _primal(node: fx.Node, names: Sequence[str], inputs: Sequence[Any]) -> Prima
 
 
 def returned_outputs(joint: fx.GraphModule, num_outputs: int) -> list[bool]:
-    """For each forward output: is it returned to the caller? New contents of mutated inputs are copied and freed."""
+    """For each forward output, whether it is returned to the caller: new contents of mutated inputs are not."""
     (output,) = joint.graph.find_nodes(op="output")
     descriptions = pytree.arg_tree_leaves(output.meta.get("desc", [None] * num_outputs))
     return [not isinstance(description, InputMutationAOTOutput) for description in descriptions[:num_outputs]]

@@ -70,7 +70,8 @@ def _largest(bits):
 
 @triton.jit
 def _scale(largest, any, MOST: tl.constexpr):
-    """The scale of each group without its sign, the largest integer that a number may become, and is one not finite?"""
+    """The scale of each group without its sign, the largest integer that a number may become, and whether any number is
+    not finite."""
     special = any >= 0x7F800000
     most = tl.where(special, MOST - 1.0, MOST + 0.0)
     scale = tl.div_rn(largest.to(tl.float32, bitcast=True), most)

@@ -59,7 +59,7 @@ def _scaled(x, norm_weight, norm_bias, units, known):
 
 
 @triton.jit(do_not_specialize=["queries", "count", "tiles"])
-def scores(
+def score_forward(
     query, keys, weight, bias, norm_weight, norm_bias, result, queries, count, tiles, hidden, query_batch, query_row,
     key_batch, key_row, EPS: tl.constexpr, KEYS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip

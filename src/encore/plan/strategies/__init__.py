@@ -1,20 +1,20 @@
-"""Published answers to "which feature maps shall backward compute again?", one file each, named after the answer.
+"""Published ways to decide which activations backward recomputes, one file each.
 
-A strategy is a pure function from a graph to the forward values that are *dropped*: not kept, but made again from
+A strategy is a pure function from a graph to the forward values that are *dropped*: not kept, but recomputed from
 their producer's operands, and those from theirs, until something kept is reached. Whatever backward needs and is not
-dropped is kept. `forward.py` is the picture all of them look at.
-When a value is made again, and how often, is for `schedule/`; which proposal wins is for the planner.
+dropped is kept. `forward.py` is the view of a graph that they share.
+When a value is recomputed, and how often, is for `schedule/`; which proposal wins is for the planner.
 """
 
 from collections.abc import Callable
 
 from encore.graph import Graph
-from encore.plan.strategies.blocks import block_boundaries, blocks
-from encore.plan.strategies.chen import chen
-from encore.plan.strategies.echo import echo
+from encore.plan.strategies.chen_segments import chen
+from encore.plan.strategies.echo_pass import echo
 from encore.plan.strategies.forward import Forward
-from encore.plan.strategies.min_cut import min_cut
-from encore.plan.strategies.mirror import mirror
+from encore.plan.strategies.minimum_cut import min_cut
+from encore.plan.strategies.mirroring import mirror
+from encore.plan.strategies.repeated_blocks import block_boundaries, blocks
 
 __all__ = [
     "STRATEGIES",

@@ -1,7 +1,7 @@
 """State that a loop carries from one time step to the next, such as the cell of an LSTM.
 
-Made again, it needs the state before it, and that the one before, back to the first step: the matrix products that
-would bound the walk lie beside it, not on it. Echo keeps such state, and so bounds what it makes again.
+Recomputed, it needs the state before it, and that the one before, back to the first step: the matrix products that
+would bound the walk are next to it, not on it. Echo keeps such state, and so bounds what it recomputes.
 
 A graph has no loops left, but it shows where they were. Time moves on to a new *lap* where a heavy operator runs that
 has run in this lap already: the same operator, for the same module, at the same line. If the result of a cheap operator

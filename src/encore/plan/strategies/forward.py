@@ -28,11 +28,11 @@ class Forward:
     needed: frozenset[int]
     """Values made in forward that backward reads, itself or through views: the feature maps of an unplanned step."""
     returned: frozenset[int]
-    """Values that the caller holds after forward."""
+    """Values that the caller keeps after forward."""
     droppable: frozenset[int]
-    """Values that may be made again instead of being kept."""
+    """Values that may be recomputed instead of being kept."""
     external: frozenset[int]
-    """Storages that are there before the step: holding them costs nothing."""
+    """Storages that are there before the step: keeping them costs nothing."""
 
     @classmethod
     def of(cls, graph: Graph) -> Forward:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from encore.bptt.loop import Loop
 from encore.bptt.snapshot import Surroundings, same_bits
 from encore.bptt.trees import Structure
 from encore.errors import OptionError
+from encore.graph.torch_private import TorchDispatchMode
 
 ACCUMULATE: Any = type(get_gradient_edge(torch.zeros(1, requires_grad=True)).node)
 STATISTICS = ("running_mean", "running_var")

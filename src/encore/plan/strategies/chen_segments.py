@@ -1,8 +1,8 @@
 """Training deep nets with sublinear memory cost (Chen, Xu, Zhang, Guestrin 2016): segments.
 
 Forward is cut into about sqrt(n) segments of equal length. Only what crosses a cut is kept; backward runs a segment
-again, heavy operators and all, before it goes back through it. For a chain of n equal layers this holds O(sqrt(n))
-feature maps for one more forward, and sqrt(n) is the best number of segments.
+again, heavy operators and all, before it goes back through it. For a chain of n equal layers this keeps O(sqrt(n))
+activations for one more forward, and sqrt(n) is the best number of segments.
 
 Shortcomings: operators are counted, not their bytes or seconds, so a cut falls wherever it falls, in the middle of a
 block too, where many tensors cross; matrix products are run again even where something cheaper would do.
@@ -19,7 +19,7 @@ from encore.plan.strategies.forward import Forward
 
 
 def chen(graph: Graph, segments: int | None = None) -> frozenset[int]:
-    """Values that backward makes again, with forward cut into `segments` (sqrt(n) of them unless told)."""
+    """Values that backward recomputes, with forward cut into `segments` (sqrt(n) of them by default)."""
     forward = Forward.of(graph)
     return drop_between(forward, chen_cuts(len(forward.ops), segments))
 

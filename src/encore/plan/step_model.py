@@ -1,4 +1,4 @@
-"""A plan in outline: what a step holds and costs if some of its feature maps are not kept, in milliseconds.
+"""An estimate of what a step takes and costs if some of its activations are not kept; it takes milliseconds.
 
 The search asks this hundreds of times, so nothing is built: the kept step is simulated once, and for every choice only
 the lifetimes that change are moved about on its profile. Positions are the operators and kernels of the kept schedule,
@@ -35,8 +35,8 @@ MELTED = 0.35
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
-    """What one choice comes to."""
+class RoughPlan:
+    """The estimated peak and time of one choice."""
 
     chosen: frozenset[int]
     """What was chosen, by number: values to recompute, and other fates."""
@@ -60,8 +60,8 @@ class Outline:
         return frozenset((*map(Recompute, self.recomputed), *self.restored.values(), *self.in_place))
 
 
-class Sketch:
-    """The kept step, ready to be asked what other choices would do to it."""
+class StepModel:
+    """The kept step, on which other choices are evaluated."""
 
     def __init__(
         self,
@@ -103,19 +103,19 @@ class Sketch:
         self.melting = frozenset(
             value for value in self.droppable - self.saved if self._maker(value).kind is OpClass.CHEAP
         )
-        """Cheap values that nobody keeps as it is: if a chain passes through them, they are recomputed too."""
+        """Cheap values that are not kept as it is: if a chain passes through them, they are recomputed too."""
         self.first_candidate = len(self.graph.values)
         self.candidates: tuple[Fate, ...] = ()
 
-    def for_choices(self, *, recompute: bool) -> Sketch:
+    def for_choices(self, *, recompute: bool) -> StepModel:
         """The same step, to choose other fates next to recomputation, or alone."""
         other = shallow_copy(self)
         if not recompute:
             other.droppable, other.melting = set(), frozenset()
         return other
 
-    def offers_more_than(self, others: Iterable[Sketch]) -> bool:
-        """Is there something to choose here that there is on none of these?"""
+    def has_more_than(self, others: Iterable[StepModel]) -> bool:
+        """Return whether there is something to choose here that there is on none of these."""
         mine = (self.droppable, set(self.candidates))
         return any(mine) and all(mine != (other.droppable, set(other.candidates)) for other in others)
 
@@ -194,7 +194,7 @@ class Sketch:
             value: [(source, self.light[value], False) for source in sources if source in self.made_at]
             for value, sources in self.inputs.items()
         }
-        """What making a value again asks for."""
+        """What recomputing a value reads."""
 
     def _read_backward(self, actions: list[Fused | Run]) -> None:
         """For every position: how many barriers lie before it, and the forward values it asks for, the first last."""
@@ -214,7 +214,7 @@ class Sketch:
             barriers += not light and any(self.graph.ops[number].reads for number in ops)
 
     def _cost(self) -> None:
-        """Seconds to make a value again: by itself, and inside of a kernel that runs anyway."""
+        """Seconds to recompute a value: by itself, and inside of a kernel that runs anyway."""
         self.cost: dict[int, float] = {}
         self.melted: dict[int, float] = {}
         for value in self.droppable:
@@ -241,7 +241,7 @@ class Sketch:
 
     # -- one choice --------------------------------------------------------------------------------------------------
 
-    def outline(self, numbers: Iterable[int]) -> Outline:
+    def evaluate(self, numbers: Iterable[int]) -> RoughPlan:
         """What a choice comes to. Cheap values on the way to those that are recomputed are recomputed, too."""
         chosen = frozenset(numbers)
         fates = [self.fate(number) for number in chosen] if self.candidates else ()
@@ -281,10 +281,10 @@ class Sketch:
                 profile.max() - profile, moved, {one.value: walk.copies[one.value][0] for one in moved}
             )
         recomputed = frozenset(walk.copies).difference(restored)
-        return Outline(chosen, peak, seconds, worst, last_use, recomputed, walk.restored, in_place)
+        return RoughPlan(chosen, peak, seconds, worst, last_use, recomputed, walk.restored, in_place)
 
     def _transfers(self, room: Bytes, moved: Sequence[Fate], needed_at: Mapping[int, int]) -> float:
-        """Seconds by which the step takes longer if these leave it and come back within its peak."""
+        """Seconds by which the step takes longer if these are offloaded and reloaded within its peak."""
         start = self.first_backward
         links = [one.link for one in moved if one.link is not None]
         depth, pace = min(link.depth for link in links), min(link.pace for link in links)
@@ -317,13 +317,13 @@ class Sketch:
 
 
 class _Recomputation:
-    """Walks backward once and follows what is made again."""
+    """Walks backward once and follows what is recomputed."""
 
-    def __init__(self, sketch: Sketch, again: frozenset[int], fates: Mapping[int, Fate]) -> None:
-        self.sketch = sketch
+    def __init__(self, model: StepModel, again: frozenset[int], fates: Mapping[int, Fate]) -> None:
+        self.model = model
         self.fates = fates
-        self.change = [0] * (len(sketch.profile) + 1)
-        self.spikes = [0] * len(sketch.profile)
+        self.change = [0] * (len(model.profile) + 1)
+        self.spikes = [0] * len(model.profile)
         self.last_use: dict[int, int] = {}
         self.seconds = 0.0
         self.copies: dict[int, list[int]] = {}
@@ -332,24 +332,24 @@ class _Recomputation:
         self._walk(again)
         self.restored = {value: fates[value] for value in self.copies if value in fates}
         for value, copy in self.copies.items():
-            self._let_go(value, copy)
+            self._release(value, copy)
             if value not in fates:
-                for source, _, _ in sketch.asks[value]:
+                for source, _, _ in model.asks[value]:
                     if source not in again and self.last_use.get(source, -1) < copy[0]:
                         self.last_use[source] = copy[0]
 
     def _walk(self, again: frozenset[int]) -> None:
         """One loop over all that is asked for: it goes round a million times a search."""
-        sketch, copies = self.sketch, self.copies
-        heavy, light, melted, cost = sketch.heavy, sketch.light, sketch.melted, sketch.cost
-        patience = sketch.patience
-        asks = {value: [ask for ask in sketch.asks[value] if ask[0] in again] for value in again}
+        model, copies = self.model, self.copies
+        heavy, light, melted, cost = model.heavy, model.light, model.melted, model.cost
+        patience = model.patience
+        asks = {value: [ask for ask in model.asks[value] if ask[0] in again] for value in again}
         if self.fates:  # restored copies read nothing but what is kept for them
             once = {value: fate.restored_once for value, fate in self.fates.items()}
             heavy, light = {**heavy, **once}, {**light, **dict.fromkeys(once, False)}
             cost = {**cost, **{value: fate.restore_seconds for value, fate in self.fates.items()}}
             asks.update((value, []) for value in self.fates)
-        for position, barriers, asked in sketch.reads:
+        for position, barriers, asked in model.reads:
             pending = [ask for ask in asked if ask[0] in again]
             if len(pending) < len(asked):
                 self.last_use.update((value, position) for value, _, _ in asked if value not in again)
@@ -361,24 +361,24 @@ class _Recomputation:
                         copy[1], copy[2] = position, barriers
                         copy[3] |= not melts
                         continue
-                    self._let_go(wanted, copy)
+                    self._release(wanted, copy)
                 melts = melts and light[wanted]
                 copies[wanted] = [position, position, barriers, not melts, direct]
                 self.seconds += melted[wanted] if melts else cost[wanted]
                 pending += asks[wanted]
 
-    def _let_go(self, value: int, copy: list[int]) -> None:
+    def _release(self, value: int, copy: list[int]) -> None:
         first, last, _, material, direct = copy
         if last == first and not direct and self._is_written_over(value, first):
             return
-        if last > first or (material and (direct or self.sketch.heavy[value])):
-            size = self.sketch.size[value]
+        if last > first or (material and (direct or self.model.heavy[value])):
+            size = self.model.size[value]
             self.change[first] += size
             self.change[last + 1] -= size
         elif material:  # on the way to something else: there for a moment only
-            self.spikes[first] = max(self.spikes[first], self.sketch.size[value])
+            self.spikes[first] = max(self.spikes[first], self.model.size[value])
 
     def _is_written_over(self, value: int, position: int) -> bool:
-        """Does its copy become that of a result, made from it at once, which has memory?"""
-        copy = self.copies.get(self.sketch.overwritten_by.get(value, -1))
+        """Return whether its copy becomes that of a result, made from it at once, which has memory."""
+        copy = self.copies.get(self.model.overwritten_by.get(value, -1))
         return copy is not None and copy[0] == position and bool(copy[3])

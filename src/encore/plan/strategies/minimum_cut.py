@@ -1,12 +1,12 @@
 """Min-cut: the fewest bytes from which cheap operators can make all that backward needs.
 
 This is how PyTorch's own partitioner decides (`min_cut_rematerialization_partition`, He 2022), as a maximum-flow
-problem: every value is an edge as wide as its bytes, operands lead to results, what cannot be made again hangs on the
-source and what backward needs on the sink. The edges of the smallest cut are kept; behind it everything is made again.
+problem: every value is an edge as wide as its bytes, operands lead to results, what cannot be recomputed hangs on the
+source and what backward needs on the sink. The edges of the smallest cut are kept; behind it everything is recomputed.
 Optimal in bytes kept, given that heavy operators never run twice, where Echo is greedy.
 
-Shortcomings: bytes kept are not the peak; no price is put on time, so a long chain is made again to save a byte.
-PyTorch adds rules of thumb for that (what is not fused, or read far away, is not made again), which are left out here:
+Shortcomings: bytes kept are not the peak; no price is put on time, so a long chain is recomputed to save a byte.
+PyTorch adds rules of thumb for that (what is not fused, or read far away, is not recomputed), which are left out here:
 the planner weighs time itself. Of several smallest cuts the one closest to backward is taken, which runs least again.
 """
 
@@ -18,7 +18,7 @@ from encore.plan.strategies.max_flow import Network
 
 
 def min_cut(graph: Graph) -> frozenset[int]:
-    """Values that backward makes again."""
+    """Values that backward recomputes."""
     forward = Forward.of(graph)
     again = recomputable_values(forward)
     return forward.recomputed(again - smallest_cut(forward, again))

@@ -47,7 +47,7 @@ def split_head(graph: Graph, slices: int) -> Graph:
 
 
 class _Split:
-    """One head on its way into slices. All new operators of a phase want to stand in one place, in the order in which
+    """One head on its way into slices. All new operators of a phase belong in one place, in the order in which
     they are made: slice after slice."""
 
     def __init__(self, editor: Editor, head: Head, size: int) -> None:
@@ -177,7 +177,7 @@ class _Split:
     # -- exits -------------------------------------------------------------------------------------------------------
 
     def _write_rows(self, leave: RowByRow, k: int, rows: int) -> None:
-        """Into memory for all rows, there from the first slice on: a `cat` in the end would hold them twice."""
+        """Into memory for all rows, there from the first slice on: a `cat` in the end would allocate them twice."""
         shape = self.values[leave.result].shape
         part = self._exit_op(leave, f"rows{k}", aten.mm.default, (Ref(rows), Ref(leave.right)))
         made = self._result(part, (self.lengths[k], shape[1]), leave.result)

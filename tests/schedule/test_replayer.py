@@ -216,7 +216,7 @@ def test_the_chain_is_legal_and_reuses_dying_gradients() -> None:
 
 def test_a_write_over_an_input() -> None:
     graph = chain(3)
-    rejected(with_over(schedule_step(graph), "forward", 0, graph.primals[0]), "which somebody else holds")
+    rejected(with_over(schedule_step(graph), "forward", 0, graph.primals[0]), "which the schedule does not own")
 
 
 def test_a_write_over_a_saved_value() -> None:
@@ -227,12 +227,12 @@ def test_a_write_over_a_saved_value() -> None:
     assert kept in schedule.saved
     rejected(with_over(schedule, "forward", 2, kept), "whose memory was written over")
     operand = next(value for value in schedule.graph.ops[3].reads if value in schedule.saved)
-    rejected(with_over(schedule, "backward", 0, operand), "which somebody else holds")
+    rejected(with_over(schedule, "backward", 0, operand), "which the schedule does not own")
 
 
 def test_a_write_over_a_tangent() -> None:
     schedule = schedule_step(chain(3))
-    rejected(with_over(schedule, "backward", 0, schedule.graph.tangents[0]), "which somebody else holds")
+    rejected(with_over(schedule, "backward", 0, schedule.graph.tangents[0]), "which the schedule does not own")
 
 
 def test_a_write_over_an_output() -> None:
@@ -241,7 +241,7 @@ def test_a_write_over_an_output() -> None:
     output = schedule.graph.outputs[0]
     assert output is not None
     assert output in schedule.saved
-    rejected(with_over(schedule, "backward", 0, output), "which somebody else holds")
+    rejected(with_over(schedule, "backward", 0, output), "which the schedule does not own")
 
 
 def test_a_stale_read_after_a_write_over() -> None:

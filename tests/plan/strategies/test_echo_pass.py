@@ -14,7 +14,7 @@ from benchmarks.workloads import build
 from benchmarks.workloads.cell import LSTMCell
 from encore.graph import Graph, OpClass, verify_graph
 from encore.plan.strategies import Forward, echo, mirror
-from encore.plan.strategies.echo import echo_close, echo_partition, echo_prune, echo_recomputable
+from encore.plan.strategies.echo_pass import echo_close, echo_partition, echo_prune, echo_recomputable
 from support.captured_graphs import captured_graph, named, operators
 from support.hand_made_graphs import Drawing
 from support.recompute_reference import backward_asks_for, kept_bytes, names, workload_graph
@@ -164,16 +164,16 @@ def test_all_attention_steps_of_a_translator_make_their_scores_again() -> None:
 
 
 def test_heavy_operators_bound_subgraphs_and_shared_operands_join_them() -> None:
-    sketch = Drawing()
-    x = sketch.primal(10)
-    shared = sketch.heavy(x, size=100)
-    left, right = sketch.cheap(shared, size=100), sketch.cheap(shared, size=100)
-    apart = sketch.cheap(sketch.heavy(left, size=100), size=100)
-    sketch.cheap(right, size=100)  # nobody asks for it
-    sketch.needs(left, right)
-    sketch.needs(apart)
-    verify_graph(sketch.graph)
-    forward = Forward.of(sketch.graph)
+    drawing = Drawing()
+    x = drawing.primal(10)
+    shared = drawing.heavy(x, size=100)
+    left, right = drawing.cheap(shared, size=100), drawing.cheap(shared, size=100)
+    apart = drawing.cheap(drawing.heavy(left, size=100), size=100)
+    drawing.cheap(right, size=100)  # nobody asks for it
+    drawing.needs(left, right)
+    drawing.needs(apart)
+    verify_graph(drawing.graph)
+    forward = Forward.of(drawing.graph)
     ops = [forward.producer(value) for value in (left, right, apart)]
     apart_alone = echo_partition(forward, echo_recomputable(forward))
     assert sorted(map(sorted, apart_alone)) == [[ops[0]], [ops[1]], [ops[2]]]
@@ -184,44 +184,44 @@ def test_heavy_operators_bound_subgraphs_and_shared_operands_join_them() -> None
 
 def test_a_group_is_weighed_when_its_last_member_arrives() -> None:
     """Each of two readers alone releases nothing; together they release what both read, a step later."""
-    sketch = Drawing()
-    x = sketch.primal(10)
-    shared, other = sketch.heavy(x, size=100), sketch.heavy(x, size=30)
-    early = sketch.cheap(shared, size=60)
-    late = sketch.cheap(shared, sketch.cheap(other, size=30), size=60)
-    sketch.needs(early, late)
-    assert echo(sketch.graph) == frozenset()
+    drawing = Drawing()
+    x = drawing.primal(10)
+    shared, other = drawing.heavy(x, size=100), drawing.heavy(x, size=30)
+    early = drawing.cheap(shared, size=60)
+    late = drawing.cheap(shared, drawing.cheap(other, size=30), size=60)
+    drawing.needs(early, late)
+    assert echo(drawing.graph) == frozenset()
 
 
 def test_what_comes_from_parameters_alone_is_made_again_for_nothing() -> None:
-    sketch = Drawing()
-    weight = sketch.primal(100)
-    cast = sketch.cheap(weight, size=50)
-    sketch.needs(sketch.view(cast))
-    assert echo(sketch.graph) == {cast}
-    assert kept_bytes(sketch.graph, {cast}) == 0
+    drawing = Drawing()
+    weight = drawing.primal(100)
+    cast = drawing.cheap(weight, size=50)
+    drawing.needs(drawing.view(cast))
+    assert echo(drawing.graph) == {cast}
+    assert kept_bytes(drawing.graph, {cast}) == 0
 
 
 def test_behind_a_mask_made_from_inputs_results_are_weighed_as_ever() -> None:
-    sketch = Drawing()
-    mask = sketch.cheap(sketch.primal(10), size=10)
-    scores = sketch.heavy(sketch.primal(1), size=100)
-    weights = sketch.cheap(sketch.cheap(scores, mask, size=100), size=100)
-    sketch.needs(weights, mask)
-    assert echo(sketch.graph) == {mask}
+    drawing = Drawing()
+    mask = drawing.cheap(drawing.primal(10), size=10)
+    scores = drawing.heavy(drawing.primal(1), size=100)
+    weights = drawing.cheap(drawing.cheap(scores, mask, size=100), size=100)
+    drawing.needs(weights, mask)
+    assert echo(drawing.graph) == {mask}
 
 
 def test_a_graph_of_many_thousand_operators_takes_well_below_a_second() -> None:
-    sketch = Drawing()
-    weight = sketch.primal(10)
-    keys = sketch.heavy(weight, size=1000)
-    state = sketch.heavy(weight, size=10)
+    drawing = Drawing()
+    weight = drawing.primal(10)
+    keys = drawing.heavy(weight, size=1000)
+    state = drawing.heavy(weight, size=10)
     for _ in range(1000):
-        query = sketch.heavy(state, weight, size=10)
-        scores = sketch.cheap(sketch.cheap(keys, sketch.view(query), size=1000), size=1000)
-        state = sketch.cheap(sketch.heavy(scores, size=10), sketch.cheap(state, size=10), size=10)
-        sketch.needs(scores, sketch.view(state))
+        query = drawing.heavy(state, weight, size=10)
+        scores = drawing.cheap(drawing.cheap(keys, drawing.view(query), size=1000), size=1000)
+        state = drawing.cheap(drawing.heavy(scores, size=10), drawing.cheap(state, size=10), size=10)
+        drawing.needs(scores, drawing.view(state))
     started = time.process_time()
-    dropped = echo(sketch.graph)
+    dropped = echo(drawing.graph)
     assert time.process_time() - started < 1
-    assert kept_bytes(sketch.graph, dropped) < kept_bytes(sketch.graph) / 10
+    assert kept_bytes(drawing.graph, dropped) < kept_bytes(drawing.graph) / 10

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from encore.compare.outcome import Outcome
-from encore.compare.recommend import recommend
+from encore.compare.recommendation import recommend
 
 MIB = 2**20
 

@@ -1,19 +1,19 @@
 """Echo: Compiler-based GPU Memory Footprint Reduction for LSTM RNN Training (Zheng, Vijaykumar, Pekhimenko, ISCA 2020).
 
 Cheap operators run again in backward, matrix products and convolutions never do. A heavy operator still does not
-bar the way: its gradient asks for its operands, not for its result, so an operand can be made again without it. What
-is worth making again is decided by bytes: a group of operators that read the same tensors is weighed as one, all its
-results against all the operands that only it would hold, so that a hundred attention steps over the same encoder
+bar the way: its gradient asks for its operands, not for its result, so an operand can be recomputed without it. What
+is worth recomputing is decided by bytes: a group of operators that read the same tensors is weighed as one, all its
+results against all the operands that only it would keep, so that a hundred attention steps over the same encoder
 states are seen as small inputs with large middles.
 
-The paper's last two steps need no code here. Gradients of heavy operators read the values that were made again, and
+The paper's last two steps need no code here. Gradients of heavy operators read the values that were recomputed, and
 each of those is made right before its first use in backward, because the scheduler that takes the dropped values
 works so for every strategy.
 
-Shortcomings: greedy, and blind behind the frontier (a wide middle with a narrow end is made again from its operands
-even where keeping the end would hold less); counts bytes kept, not the peak, nor the memory in which backward rebuilds
-a long chain, as of the additions of a ResNet; cheap is a class, not a time; heavy operators stay out of reach, so the
-footprint never falls below their results that are needed.
+Shortcomings: greedy, and blind behind the frontier (a wide middle with a narrow end is recomputed from its operands
+even where keeping the end would take less); counts bytes kept, not the peak, nor the memory in which backward
+recomputes a long chain, as of the additions of a ResNet; cheap is a class, not a time; heavy operators stay out of
+reach, so the footprint never falls below their results that are needed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from encore.plan.strategies.carried import carried_state
 from encore.plan.strategies.forward import Forward
 
 NEVER_AGAIN = frozenset({torch.ops.aten.embedding, torch.ops.aten._embedding_bag})
-"""Gathers from large tables: cheap by class, but Echo leaves them alone."""
+"""Gathers from large tables: cheap by class, but Echo does not recompute them."""
 
 Subgraph = frozenset[int]
 """Operators that are judged together."""
 
 
 def echo(graph: Graph) -> frozenset[int]:
-    """Values that backward makes again."""
+    """Values that backward recomputes."""
     forward = Forward.of(graph)
     recomputable = echo_recomputable(forward)
     recomputable -= carried_state(forward, recomputable)
@@ -60,7 +60,7 @@ def echo_partition(forward: Forward, recomputable: Collection[int]) -> list[Subg
 
     Echo's first heads are the outputs, and an operator that cannot run again becomes a head whose operands are walked
     in turn. The joint graph says which of those operands a gradient will really ask for: the values backward reads are
-    the heads, so no operator joins that nobody would want again. Where two walks meet, their subgraphs share operands
+    the heads, so no operator joins whose copy nothing would read. Where two walks meet, their subgraphs share operands
     and closing would join them; they become one at once, and each operator is visited once.
     """
     sets = _Sets()
@@ -82,8 +82,8 @@ def echo_partition(forward: Forward, recomputable: Collection[int]) -> list[Subg
 def echo_close(forward: Forward, subgraphs: Iterable[Subgraph]) -> list[Subgraph]:
     """Join subgraphs that read the same tensor, until none do.
 
-    Whether the tensor can be let go depends on all of its readers, so they must be judged together. What was there
-    before the step is not let go by anybody, and joins nothing.
+    Whether the tensor can be freed depends on all of its readers, so they must be judged together. What was there
+    before the step is never freed, and joins nothing.
     """
     sets = _Sets()
     reader: dict[int, int] = {}
@@ -98,15 +98,15 @@ def echo_close(forward: Forward, subgraphs: Iterable[Subgraph]) -> list[Subgraph
 
 
 def echo_prune(forward: Forward, subgraph: Subgraph) -> frozenset[int]:
-    """Walk forwards and keep results where that holds no more than keeping operands; what remains runs again.
+    """Walk forwards and keep results where that takes no more than keeping operands; what remains runs again.
 
     The frontier is made of operators whose operands are all kept. Those that share operands form a group. To run it
-    again, all its operands are held; to keep its results, the needed results are, and the operands that something
-    else still asks for: backward itself, or an operator that is not in the group and runs again. The latter are held
+    again, all its operands are kept; to keep its results, the needed results are, and the operands that something
+    else still asks for: backward itself, or an operator that is not in the group and runs again. The latter are kept
     either way and cancel out, which leaves what is *released* against what is *allocated*. On a tie the results are
     kept: as many bytes, and nothing to run. That moves the frontier on, until nothing changes.
 
-    What parameters and inputs alone make (a mask, a cast weight) holds nothing when it is made again. It always is,
+    What parameters and inputs alone make (a mask, a cast weight) takes nothing when it is recomputed. It always is,
     and the frontier starts behind it.
     """
     frontier = _Frontier(forward, subgraph)
@@ -190,11 +190,11 @@ class _Frontier:
         return arrived
 
     def _size(self, value: int) -> int:
-        """What holding an operand costs."""
+        """What keeping an operand costs."""
         return 0 if self.forward.producer(value) in self.free else self.forward.bytes(value)
 
     def _held_anyway(self, value: int) -> bool:
-        """Do others than operators that run again ask for it?"""
+        """Return whether others than operators that run again read it."""
         return value in self.forward.needed or value in self.forward.returned
 
     def _wanted(self, op: int) -> list[int]:

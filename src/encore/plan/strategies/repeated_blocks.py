@@ -1,4 +1,4 @@
-"""Boundaries of repeated blocks: keep what passes from block to block, make the inside again.
+"""Boundaries of repeated blocks: keep what passes from block to block, recompute the inside.
 
 The layers of a ResNet or a Transformer and the steps of an unrolled loop are the same operators over and over. Between
 two of them little is alive: the residual stream, or the state, and whatever all of them read. That is where a
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from encore.graph import Graph, Op
-from encore.plan.strategies.chen import drop_between
+from encore.plan.strategies.chen_segments import drop_between
 from encore.plan.strategies.forward import Forward
 
 SHORTEST_PERIOD = 2
@@ -33,7 +33,7 @@ NUMBERS = re.compile(r"\d+")
 
 
 def blocks(graph: Graph, every: int = 1) -> frozenset[int]:
-    """Values that backward makes again if only what crosses every n-th boundary is kept."""
+    """Values that backward recomputes if only what crosses every n-th boundary is kept."""
     forward = Forward.of(graph)
     return drop_between(forward, boundaries_of(forward)[every - 1 :: every])
 
@@ -80,7 +80,7 @@ def structure(forward: Forward) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Repetition:
     """A stretch of forward in which each operator is like the one a period before."""
 
     begin: int
@@ -88,31 +88,31 @@ class Run:
     period: int
 
 
-def longest_runs(likeness: np.ndarray) -> list[Run]:
+def longest_runs(likeness: np.ndarray) -> list[Repetition]:
     """Stretches of at least two periods that do not overlap, the longest first and of equal ones the finest.
 
     What is shorter than one period of the longest is not a row of blocks, but something inside of one.
     """
     taken = np.zeros(len(likeness), dtype=bool)
-    found: list[Run] = []
+    found: list[Repetition] = []
     for run in sorted(_runs(likeness), key=lambda run: (-run.length, run.period, run.begin)):
         free = np.flatnonzero(~taken[run.begin : run.begin + run.length])
         at_least = max(2 * run.period, found[0].period if found else 0)
         if len(free) < at_least or free[-1] - free[0] + 1 != len(free):
             continue
-        rest = Run(run.begin + int(free[0]), len(free), run.period)
+        rest = Repetition(run.begin + int(free[0]), len(free), run.period)
         taken[rest.begin : rest.begin + rest.length] = True
         found.append(rest)
     return found
 
 
-def _runs(likeness: np.ndarray) -> Iterator[Run]:
+def _runs(likeness: np.ndarray) -> Iterator[Repetition]:
     for period in range(SHORTEST_PERIOD, min(LONGEST_PERIOD, len(likeness) // 2) + 1):
         alike = np.concatenate(([False], likeness[:-period] == likeness[period:], [False]))
         begins, ends = np.flatnonzero(alike[1:] != alike[:-1]).reshape(-1, 2).T
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
             if end - begin >= period:
-                yield Run(begin, end - begin + period, period)
+                yield Repetition(begin, end - begin + period, period)
 
 
 def _likeness(forward: Forward, op: Op) -> Hashable:

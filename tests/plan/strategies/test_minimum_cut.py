@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from encore.graph import Graph, verify_graph
 from encore.plan.strategies import STRATEGIES, Forward, echo, min_cut, mirror
 from encore.plan.strategies.max_flow import Network
-from encore.plan.strategies.min_cut import recomputable_values
+from encore.plan.strategies.minimum_cut import recomputable_values
 from support.hand_made_graphs import Drawing
 from support.recompute_reference import kept_bytes
 
@@ -24,19 +24,19 @@ operators = st.tuples(
 
 
 def draw(drawn: list[Drawn]) -> Graph:
-    sketch = Drawing()
-    values = [sketch.primal(5)]
+    drawing = Drawing()
+    values = [drawing.primal(5)]
     needed = []
     for cheap, viewed, distances, size, is_needed in drawn:
         operands = [values[-min(distance, len(values))] for distance in distances] or [values[0]]
-        value = (sketch.cheap if cheap else sketch.heavy)(*operands, size=size)
-        values.append(sketch.view(value) if viewed else value)
+        value = (drawing.cheap if cheap else drawing.heavy)(*operands, size=size)
+        values.append(drawing.view(value) if viewed else value)
         if is_needed:
             needed.append(values[-1])
     for value in needed:
-        sketch.needs(value)
-    verify_graph(sketch.graph)
-    return sketch.graph
+        drawing.needs(value)
+    verify_graph(drawing.graph)
+    return drawing.graph
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -63,23 +63,23 @@ def test_every_strategy_proposes_only_what_may_be_dropped(drawn: list[Drawn]) ->
 
 
 def test_a_narrow_end_behind_a_wide_middle_is_kept_where_echo_looks_no_further() -> None:
-    sketch = Drawing()
-    begin = sketch.heavy(sketch.primal(1), size=100)
-    middle = sketch.cheap(begin, size=1000)
-    end = sketch.cheap(middle, size=10)
-    sketch.needs(end)
-    assert min_cut(sketch.graph) == frozenset()
-    assert kept_bytes(sketch.graph) == 10
-    assert echo(sketch.graph) == {middle, end}
-    assert kept_bytes(sketch.graph, echo(sketch.graph)) == 100
+    drawing = Drawing()
+    begin = drawing.heavy(drawing.primal(1), size=100)
+    middle = drawing.cheap(begin, size=1000)
+    end = drawing.cheap(middle, size=10)
+    drawing.needs(end)
+    assert min_cut(drawing.graph) == frozenset()
+    assert kept_bytes(drawing.graph) == 10
+    assert echo(drawing.graph) == {middle, end}
+    assert kept_bytes(drawing.graph, echo(drawing.graph)) == 100
 
 
 def test_of_equal_cuts_the_one_closest_to_backward_is_taken() -> None:
-    sketch = Drawing()
-    begin = sketch.heavy(sketch.primal(1), size=10)
-    middle = sketch.cheap(begin, size=10)
-    sketch.needs(sketch.cheap(middle, size=10))
-    assert min_cut(sketch.graph) == frozenset()
+    drawing = Drawing()
+    begin = drawing.heavy(drawing.primal(1), size=10)
+    middle = drawing.cheap(begin, size=10)
+    drawing.needs(drawing.cheap(middle, size=10))
+    assert min_cut(drawing.graph) == frozenset()
 
 
 def test_the_flow_through_a_textbook_network() -> None:

@@ -17,8 +17,8 @@ from encore.api import compiled_call
 from encore.compiler import backend
 from encore.graph import Graph, build_graph, verify_graph
 from encore.lower import lower
-from encore.rewrite.fold_additions import fold_additions
-from encore.rewrite.split_head import split_head
+from encore.rewrite import fold_additions
+from encore.rewrite.head_slices import split_head
 from encore.schedule import Run, replay, schedule_step, simulate
 from support.captured_graphs import captured_graph, drop_gradients, operators
 from support.compare_with_eager import SEED, Tensors, cotangent, in_double, run_step
@@ -262,7 +262,7 @@ def test_a_weight_gradient_may_have_been_folded_into_another() -> None:
     """The embedding's share waits for the hidden rows' gradient, so that it is added when all slices are done."""
     model, words, target = Tied(), *torch.randint(WORDS, (2, BATCH, STEPS))
     graph = captured_graph(model, words, target)
-    folded = fold_additions(graph)
+    folded = fold_additions.apply(graph)
     assert folded is not graph
     split = split_head(folded, 4)
     found, expected = run(split, model, (words, target)), run(graph, model, (words, target))

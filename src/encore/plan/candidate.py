@@ -1,4 +1,4 @@
-"""A plan on offer: what it holds and costs, told before anybody has built it."""
+"""A candidate plan: an estimate of its peak and its time, before it is built."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from encore.plan.plan import Plan
 
 Fuse = Callable[[Plan], Plan]
 LEAST_GAIN = 0.02
-"""A slower plan must take at least this share off the peak to be worth offering."""
+"""A slower plan must take at least this share off the peak to be a candidate."""
 
 
 @dataclasses.dataclass(eq=False)
-class Offer:
+class Candidate:
     """A plan that could be had. `step_peak` is close; that of `plan`, which is made when asked for, is exact. The
-    overhead is the one by which plans are compared, so a plan has that of its offer."""
+    overhead is the one by which plans are compared, so a plan has that of its candidate."""
 
     step_peak: int
     overhead: float
@@ -37,34 +37,35 @@ class Offer:
         return dataclasses.replace(self.fuse(self.separate), overhead=self.overhead)
 
     @property
-    def told(self) -> tuple[int, float]:
-        """Step peak and overhead as numbers; the peak is exact if somebody has built the plan."""
+    def peak_and_overhead(self) -> tuple[int, float]:
+        """Step peak and overhead; the peak is exact if the plan has been built."""
         built: Plan | None = self.__dict__.get("plan")
         return self.step_peak if built is None else built.timeline.step_peak, self.overhead
 
-    def built(self, plan: Plan) -> Offer:
+    def built(self, plan: Plan) -> Candidate:
         """The same candidate, with its plan as it came out in the end."""
         separate = self.separate
         return dataclasses.replace(self, build=lambda: separate, fuse=lambda separate: plan)
 
     @classmethod
-    def of(cls, plan: Plan) -> Offer:
+    def of(cls, plan: Plan) -> Candidate:
         """A plan that is there already."""
         return cls(plan.timeline.step_peak, plan.overhead, lambda: plan)
 
 
-def by_methods(offers: Sequence[Offer]) -> list[list[Offer]]:
-    """The offers of each search; one that needed no search is among all of them."""
-    searched = dict.fromkeys(methods for offer in offers for methods in offer.found_with)
+def by_methods(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+    """The candidates of each search; one that needed no search is among all of them."""
+    searched = dict.fromkeys(methods for candidate in candidates for methods in candidate.found_with)
     return [
-        [offer for offer in offers if not offer.found_with or methods in offer.found_with] for methods in searched
-    ] or [list(offers)]
+        [candidate for candidate in candidates if not candidate.found_with or methods in candidate.found_with]
+        for methods in searched
+    ] or [list(candidates)]
 
 
-def worth_having(offers: Iterable[Offer]) -> list[Offer]:
-    """Of the offers those that are slower than the one before, and worth it by what they take off the peak."""
-    found: list[Offer] = []
-    for offer in sorted(offers, key=lambda offer: (offer.overhead, offer.step_peak)):
-        if not found or offer.step_peak <= (1 - LEAST_GAIN) * found[-1].step_peak:
-            found.append(offer)
+def worth_having(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Of the candidates those that are slower than the one before, and worth it by what they take off the peak."""
+    found: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda candidate: (candidate.overhead, candidate.step_peak)):
+        if not found or candidate.step_peak <= (1 - LEAST_GAIN) * found[-1].step_peak:
+            found.append(candidate)
     return found

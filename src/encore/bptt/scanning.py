@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from encore.bptt.choose import RoomAsked, TimeChoice, choose
+from encore.bptt.first_step import Facts, probe
 from encore.bptt.loop import Loop, Results
 from encore.bptt.multistage import MeasuredPace
-from encore.bptt.probe import Facts, probe
 from encore.bptt.reach import ReachableTensors
 from encore.bptt.report import ScanReport
 from encore.bptt.run import ScanFunction, ScanRun, ShowProgress, transfers_of
+from encore.bptt.selection import RoomAsked, TimeChoice, choose
 from encore.bptt.snapshot import packed_bytes
 from encore.bptt.source import Once, source_of
 from encore.bptt.trees import Structure

@@ -1,4 +1,4 @@
-"""A step of several graphs: forwards in order, backwards in reverse, each on top of what the others hold."""
+"""A step of several graphs: forwards in order, backwards in reverse, each on top of what the others save."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from encore.graph import Graph, Role
-from encore.schedule.simulate import Kind, Timeline
+from encore.schedule.simulator import Kind, Timeline
 
 KINDS = tuple(Kind)
 NOTHING = (0,) * len(KINDS)
@@ -37,7 +37,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Moments of one graph that the step passes without a break, and what its other graphs hold meanwhile."""
+    """Moments of one graph that the step passes without a break, and what its other graphs keep meanwhile."""
 
     graph: int
     moments: range
@@ -125,7 +125,7 @@ def _added_up(graph: Graph, given: set[int]) -> int:
 
 
 def _own(timeline: Timeline, place: int) -> tuple[int, ...]:
-    """What the step has allocated and holds at a moment, by kind."""
+    """What the step has allocated and keeps at a moment, by kind."""
     by_kind = timeline.moments[place].by_kind
     return tuple(0 if kind in (Kind.PARAMETER, Kind.INPUT) else size for kind, size in zip(KINDS, by_kind, strict=True))
 

@@ -1,6 +1,6 @@
-"""What a schedule holds, byte by byte: storages alive after every action, by kind, and the worst moment.
+"""The memory of a schedule, byte by byte: storages alive after every action, by kind, and the worst moment.
 
-A storage is alive while a name looks at it, whoever holds the name: the schedule, the user (outputs), autograd
+A storage is alive while a name of it is kept by any of these: the schedule, the user (outputs), autograd
 (tangents for the whole of backward, gradients from then on). Parameters, buffers and inputs were alive before the step
 and are not part of its peak. On CPU this matches the allocator to the byte.
 """
@@ -58,7 +58,7 @@ class Timeline:
     worst: int
     """Position of the worst moment."""
     outputs_outlive: bool
-    """Was the user taken to hold the outputs until the end?"""
+    """Whether the user is assumed to keep the outputs until the end."""
 
     @property
     def workspace_at_worst(self) -> int:
@@ -76,7 +76,7 @@ class Change:
 
     moment: int
     storage: int | None
-    """None for memory of somebody outside that no value of the graph stands for."""
+    """None for memory of the caller that is no value of the graph."""
     bytes: int
     kind: Kind
     value: int | None = None
@@ -86,7 +86,7 @@ class Change:
 def simulate(
     schedule: Schedule, workspace: Workspace = lambda graph, op: 0, *, outputs_outlive: bool = True
 ) -> Timeline:
-    """Walk the schedule, forward then backward. The user is taken to hold the outputs until the end, unless they
+    """Walk the schedule, forward then backward. The user is assumed to keep the outputs until the end, unless they
     only go on to the next graph of a broken model (`outputs_outlive=False`), which is done with them by then."""
     walk = _Walk(schedule, workspace)
     saved = _walk_step(walk, schedule, outputs_outlive)
@@ -122,13 +122,13 @@ def _walk_step(walk: _Walk, schedule: Schedule, outputs_outlive: bool) -> int:
     """The whole step; returns the bytes alive between forward and backward."""
     graph = schedule.graph
     walk.phase("forward", schedule.forward, given=graph.primals)
-    walk.hold(graph.returned)
+    walk.keep(graph.returned)
     walk.release_names(keep=schedule.saved)
     walk.note("between", None, 0)
     saved = walk.live
     if not outputs_outlive:
-        walk.let_go(graph.returned)
-    walk.hold(value for value in graph.tangents if value not in graph.copied_tangents)
+        walk.release(graph.returned)
+    walk.keep(value for value in graph.tangents if value not in graph.copied_tangents)
     walk.charge(sum(graph.values[value].bytes for value in graph.copied_tangents), Kind.GRADIENT)
     walk.phase("backward", schedule.backward, given=(*schedule.saved, *graph.tangents))
     walk.hold_gradients()
@@ -193,25 +193,25 @@ class _Walk:
         if self.stop_at == len(self.moments) - 1:
             raise _Reached
 
-    def hold(self, values: Iterable[int]) -> None:
-        """Somebody outside keeps these from now on."""
+    def keep(self, values: Iterable[int]) -> None:
+        """The caller or autograd keeps these from now on."""
         for value in values:
             self._look(self.storage_of[value])
 
     def charge(self, size: int, kind: Kind) -> None:
-        """Memory of somebody outside that no value of the graph stands for."""
+        """Count memory of the caller that is no value of the graph."""
         self.live += size
         self.by_kind[INDEX[kind]] += size
         if size:
             self._change(None, size, INDEX[kind])
 
-    def let_go(self, values: Iterable[int]) -> None:
-        """Somebody outside no longer keeps these."""
+    def release(self, values: Iterable[int]) -> None:
+        """The caller or autograd no longer keeps these."""
         for value in values:
             self._look_away(self.storage_of[value])
 
     def release_names(self, keep: Iterable[int]) -> None:
-        """Forward returns: its frame goes, what it hands over stays."""
+        """Forward returns: its frame is freed, what it saves stays."""
         kept = set(keep)
         for value in [value for value in self.names if value not in kept]:
             self._unbind(value)
@@ -329,7 +329,7 @@ def _kinds(schedule: Schedule) -> list[int]:
 
 
 def _same_layout(graph: Graph, primal: int, gradient: int) -> bool:
-    """Would autograd take this gradient without a copy?"""
+    """Return whether autograd would take this gradient without a copy."""
     parameter, value = graph.values[primal], graph.values[gradient]
     strides = zip(parameter.shape, parameter.stride, value.stride, strict=True)
     return parameter.shape == value.shape and all(size == 1 or mine == its for size, mine, its in strides)

@@ -1,10 +1,10 @@
-"""An independent check of every schedule: execute the stream abstractly and believe nothing the scheduler says.
+"""An independent check of every schedule: execute the stream abstractly.
 
-It shares no code with the simulator. Memory is modelled as blocks; names point to blocks, and people outside the
-schedule may hold blocks too. Rejected: a use before definition, a use after free, a read of memory that was written
-over, a write over memory that belongs to somebody else, a free of what is not there, a name left behind (a leak), a
-result that is missing, a byte over the limit; of what is on its way to a tier, a write or a free; of what is on its way
-back, a read; a wait for nothing, and a transfer that nobody waits for.
+It shares no code with the scheduler or the simulator. Memory is modelled as blocks; names point to blocks, and the
+caller and autograd may keep blocks too. Rejected: a use before definition, a use after free, a read of memory that was
+written over, a write over memory that the schedule does not own, a free of what is not there, a name left behind (a
+leak), a result that is missing, a byte over the limit; of what is on its way to a tier, a write or a free; of what is
+on its way back, a read; a wait for nothing, and a transfer that is never waited for.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class _Machine:
         self.names: dict[int, tuple[_Block, int]] = {}
         """Value -> its block, and how often that had been written when the value was made."""
         self.moving: dict[int, _Block] = {}
-        """Operator of a transfer that nobody has waited for -> the memory it reads or fills."""
+        """Operator of a transfer that has not been waited for -> the memory it reads or fills."""
         self.live = 0
         self.highest = 0
 
     def give(self, values: Iterable[int], *, charged: bool) -> None:
-        """Bring values in from outside, which keeps holding them; aliases of one storage share a block."""
+        """Bring values in that the caller keeps; aliases of one storage share a block."""
         blocks: dict[int, _Block] = {}
         for value in values:
             block = self._block_in(blocks, value, charged)
@@ -53,7 +53,7 @@ class _Machine:
             self._define(value, block)
 
     def give_copies(self, values: Iterable[int]) -> None:
-        """Bring in copies that nobody else holds, of something outside that lives on."""
+        """Bring in copies of values that the caller keeps; the copies are the schedule's alone."""
         blocks: dict[int, _Block] = {}
         for value in values:
             self.live += self.graph.values[value].bytes
@@ -81,13 +81,13 @@ class _Machine:
         for value in values:
             if value not in self.names:
                 self._fail(f"{phase} ends without {self._name(value)}")
-            self._check_intact(value, f"{phase} hands over")
+            self._check_intact(value, f"{phase} returns")
         left = set(self.names) - values
         if left:
             self._fail(f"{phase} leaks {self._name(min(left))}")
 
     def hand_out(self, values: Iterable[int]) -> None:
-        """Somebody outside keeps these from now on."""
+        """The caller or autograd keeps these from now on."""
         for value in values:
             block, _ = self.names[value]
             block.ours = False
@@ -183,7 +183,7 @@ class _Machine:
         block, _ = self.names[operand]
         needed = self.graph.bytes_of(result)
         if not block.ours:
-            self._fail(f"{who} writes over {self._name(operand)}, which somebody else holds")
+            self._fail(f"{who} writes over {self._name(operand)}, which the schedule does not own")
         if block.moving:
             self._fail(f"{who} writes over {self._name(operand)}, which is being moved")
         if block.bytes != needed:
@@ -223,7 +223,7 @@ class _Machine:
     def _check_intact(self, value: int, who: str) -> None:
         block, writes = self.names[value]
         if block.moving == "back":
-            self._fail(f"{who} {self._name(value)}, whose bytes nobody has waited for")
+            self._fail(f"{who} {self._name(value)}, whose bytes have not been waited for")
         if block.writes != writes:
             self._fail(f"{who} {self._name(value)}, whose memory was written over")
 
