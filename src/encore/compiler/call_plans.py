@@ -20,23 +20,21 @@ class CallPlans:
     """The candidates of one graph that no other candidate beats in saved bytes, peaks and seconds."""
 
     def __init__(
-        self, offers: Sequence[Candidate], kept: Plan, seconds: float, build: Callable[[Candidate], Variant]
+        self, candidates: Sequence[Candidate], kept: Plan, seconds: float, build: Callable[[Candidate], Variant]
     ) -> None:
         self.kept = kept
         """The plan that changes nothing."""
         self.unplanned = CallCosts.of(kept, seconds)
         self._build = build
-        looked_at = [
-            (CallCosts.of(offer.plan, seconds * (1 + offer.overhead)), offer) for offer in dict.fromkeys(offers)
-        ]
+        looked_at = [(CallCosts.of(one.plan, seconds * (1 + one.overhead)), one) for one in dict.fromkeys(candidates)]
         worth: list[tuple[CallCosts, Candidate]] = []
-        for cost, offer in looked_at:
+        for cost, candidate in looked_at:
             if not any(other.dominates(cost) for other, _ in worth):
                 worth = [(other, its) for other, its in worth if not cost.dominates(other)]
-                worth.append((cost, offer))
+                worth.append((cost, candidate))
         self.costs = [cost for cost, _ in worth]
         """What each plan takes, with its kernels as they were compiled once its callables are built."""
-        self._offers = [offer for _, offer in worth]
+        self.candidates = [candidate for _, candidate in worth]
         self.variant = functools.cache(self._variant)
         """The callables of a plan, by its number."""
 
@@ -45,23 +43,28 @@ class CallPlans:
         """The plan that takes least if its saved bytes count as much as its peak."""
         return min(range(len(self.costs)), key=lambda number: _size(self.costs[number]))
 
+    @property
+    def smallest(self) -> int:
+        """The plan with the lowest peak of one call."""
+        return min(range(len(self.costs)), key=lambda number: self.costs[number].peak)
+
     def _variant(self, number: int) -> Variant:
-        variant = self._build(self._offers[number])
+        variant = self._build(self.candidates[number])
         self.costs[number] = CallCosts.of(variant.captured.plan, self.costs[number].seconds)
         return variant
 
 
 def _size(cost: CallCosts) -> tuple[int, float]:
-    return cost.saved + max(cost.forward_peak, cost.backward_peak), cost.seconds
+    return cost.saved + cost.peak, cost.seconds
 
 
-def few(offers: Sequence[Candidate]) -> list[Candidate]:
+def few(candidates: Sequence[Candidate]) -> list[Candidate]:
     """A few of the candidates of one search, the fastest and the smallest among them."""
-    worth = worth_having(offers)
-    smallest = sorted(offers, key=lambda offer: (offer.step_peak, offer.overhead))[:LOOKED_AT]
+    worth = worth_having(candidates)
+    smallest = sorted(candidates, key=lambda one: (one.step_peak, one.overhead))[:LOOKED_AT]
     count = min(MOST_PLANS - LOOKED_AT, len(worth))
     between = [worth[number * (len(worth) - 1) // max(1, count - 1)] for number in range(count)]
-    return list(dict.fromkeys([offers[0], *between, *smallest]))
+    return list(dict.fromkeys([candidates[0], *between, *smallest]))
 
 
 def unbounded(lossy: Lossy) -> Lossy:

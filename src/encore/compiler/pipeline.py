@@ -57,6 +57,7 @@ from encore.plan import (
     will_do,
     worth_having,
 )
+from encore.plan.budget import budget_error
 from encore.plan.saved import fingerprint
 from encore.schedule import Schedule, replay
 from encore.units import bytes_text
@@ -103,6 +104,7 @@ def compile_captured(captured: Captured, clock: StageClock) -> Variant:
     clock.lap("verify")
     if captured.calls:
         plans = plan_calls(captured, clock)
+        _require_room_for_one_call(captured, plans)
         return plans.variant(plans.leanest)
     with torch_private.real_tensors():
         unplanned = keep_all(captured)
@@ -137,6 +139,18 @@ def plan_calls(captured: Captured, clock: StageClock) -> CallPlans:
         candidates.forms.first.kept_seconds,
         functools.partial(_built, candidates, unplanned, clock),
     )
+
+
+def _require_room_for_one_call(captured: Captured, plans: CallPlans) -> None:
+    """Raise if a single call takes more than the budget: the step, which is not known yet, will take no less."""
+    budget = captured.options.budget
+    if budget is None or budget.bytes is None or budget.share is not None:
+        return
+    number = plans.smallest
+    floor = plans.costs[number].peak + stack_plans([plans.kept]).parameters + captured.options.resident
+    if floor > budget.bytes:
+        plan, what = plans.candidates[number].plan, f"one call of {captured.name} alone"
+        raise budget_error(plan, budget, budget.bytes, floor, tiers=bool(captured.options.tiers), what=what)
 
 
 def _built(candidates: Candidates, unplanned: Plan, clock: StageClock, offer: Candidate) -> Variant:

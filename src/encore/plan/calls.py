@@ -55,6 +55,10 @@ class CallCosts:
             seconds=seconds,
         )
 
+    @property
+    def peak(self) -> int:
+        return max(self.forward_peak, self.backward_peak)
+
     def dominates(self, other: CallCosts) -> bool:
         """Return whether it is no worse in anything."""
         return (
