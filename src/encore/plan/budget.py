@@ -58,6 +58,8 @@ def choose(
     if goal.budget.is_floor:
         return min(_lowest(candidates), key=lambda candidate: (total(candidate.plan), candidate.plan.overhead))
     limit = goal.budget.resolve(total(unplanned or kept))
+    if total(kept) <= limit:
+        return candidates[0]
     room = limit - (total(kept) - kept.timeline.step_peak)
     ordered = sorted(candidates, key=lambda candidate: (candidate.overhead, candidate.step_peak))
     found = next((one for one in ordered if one.step_peak <= room * NEAR and total(one.plan) <= limit), None)
