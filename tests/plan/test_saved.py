@@ -76,7 +76,7 @@ def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
 
 def test_a_plan_brings_its_decisions_and_its_lowering_along() -> None:
     plan = planned().plan
-    with pytest.raises(encore.OptionError, match="plan= has all decisions"):
+    with pytest.raises(encore.OptionError, match="plan= brings"):
         encore.compile(Stack(), plan=plan, budget="min")
     with pytest.raises(encore.OptionError, match="made for lowering='eager'"):
         encore.compile(Stack(), plan=plan, lowering="fused")
