@@ -98,7 +98,7 @@ class Outcome:
             lines += self.memory.lines()
         lines.append(f"  this process    {self._process()}")
         if self.directory is not None:
-            lines.append(f"  checkpoint      in {self.directory}, beside the losses in {NAME}")
+            lines.append(f"  checkpoint      in {self.directory}, next to the losses in {NAME}")
         if self.sample is not None:
             lines += ["", "held-out data, as the model sees it:", *(f"  {line}" for line in self.sample.splitlines())]
         return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""What tests share: oracles, models, graphs, and ways to look at a step. Nothing here is a test."""
+"""What tests share: references, models, graphs, and measurements of a step. No tests."""

@@ -1,4 +1,4 @@
-"""Operands of additive attention's scores, and gradients by whatever computes them."""
+"""Operands of additive attention's scores, and the gradients of a function of them."""
 
 from __future__ import annotations
 

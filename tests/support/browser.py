@@ -1,4 +1,4 @@
-"""A browser for tests: Debian's chromium, driven by selenium, and what a reader would do with it."""
+"""A browser for tests: Debian's chromium, driven by selenium, and what a reader does in it."""
 
 from __future__ import annotations
 

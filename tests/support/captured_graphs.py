@@ -1,4 +1,4 @@
-"""Training steps to look at: a model goes through `encore.compile`, its captured graphs come back."""
+"""Captured graphs of training steps: a model is compiled by `encore.compile`, and its graphs are returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that encodings must hold: any layout, any numbers; and the two ways in which codecs run."""
+"""Tensors to encode, in any layout, with any numbers; and the two ways in which codecs run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training step through Encore beside the same step in plain eager PyTorch.
+"""One training step with Encore compared with the same step in eager PyTorch.
 
 Both sides start from equal parameters, inputs and random state. Compared are outputs (with their strides), gradients
 of parameters and inputs, buffers, inputs afterwards (they may be written to) and the state of the generator. The eager

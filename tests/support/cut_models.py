@@ -1,4 +1,4 @@
-"""Models that Dynamo cuts into several graphs, as people write them."""
+"""Models that Dynamo cuts into several graphs."""
 
 from __future__ import annotations
 

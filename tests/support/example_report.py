@@ -1,4 +1,4 @@
-"""A report to look at: of a plan that recomputes, predicted without a step."""
+"""The report of a plan that recomputes, predicted without a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPU kernels without a GPU: run by Triton's interpreter on CPU tensors, and compiled for GPUs that are elsewhere."""
+"""GPU kernels without a GPU: run by Triton's interpreter on CPU tensors, and compiled for GPUs not in this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs drawn by hand: operators of a class, tensors of a size in bytes, and what backward reads of them."""
+"""Graphs built by hand: operators of a class, tensors of a size in bytes, and what backward reads of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that end in a head: those that can be taken some rows at a time, and those that cannot."""
+"""Models that end in a head: those that can be computed in slices of rows, and those that cannot."""
 
 from __future__ import annotations
 

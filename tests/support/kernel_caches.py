@@ -1,4 +1,4 @@
-"""Caches for tests: with the header that this run has compiled already, which takes the compiler seconds."""
+"""Caches for tests, with the precompiled header of this run, which takes seconds to compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small networks whose backward reads masks, as booleans: something to encode."""
+"""Small networks whose backward reads boolean masks, which can be encoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step holds between forward and backward if some values are made again: a second opinion, in plain steps."""
+"""The bytes that a step saves for backward if some values are recomputed: an independent computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of recurrent modules, torch.nn's and Encore's, and what it takes to compare them."""
+"""Pairs of recurrent modules, torch.nn's and Encore's, and functions that compare them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops over time that scans are held against: their steps, the loop written out, and everything that a run leaves."""
+"""Loops over time to compare scans with: their steps, the loop written out, and all results of a run."""
 
 from __future__ import annotations
 

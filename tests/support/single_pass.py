@@ -1,4 +1,4 @@
-"""A step after one pass, compared with what the same step is without it."""
+"""A step after one pass, compared with the same step without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workloads a test looks at: five kinds of network in `make test`, every one in `make test-all`."""
+"""The workloads of a test: five kinds of network in `make test`, all of them in `make test-all`."""
 
 from __future__ import annotations
 

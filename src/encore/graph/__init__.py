@@ -1,6 +1,7 @@
 """Facts about a captured training step: values, storages, aliases, bytes, readers, classes of operators.
 
-Everything here is read-only once built. Nothing in this folder decides, orders or runs anything.
+A graph is read-only once built: passes make another one with the `Editor` (`editor.py`), and `verify_graph` checks
+that a graph is legal. Nothing in this folder decides, orders or runs anything.
 """
 
 from encore.graph.build import Primal, UnsupportedGraphError, build_graph

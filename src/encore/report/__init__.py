@@ -1,2 +1,2 @@
-"""What people look at: tables, JSON, a page, a picture, a snapshot. Reads plans and timelines, decides nothing, and
-keeps numbers and names: no graph, no tensor."""
+"""A step as tables, JSON, a page, a picture and a snapshot, from plain numbers and names that `compiler/summary.py`
+computes. No decisions, no graphs, no tensors."""

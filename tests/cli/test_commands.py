@@ -143,8 +143,8 @@ def _folder_with_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("COLUMNS", "122")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "targets_of_test_cli.py").write_text(TARGETS)
-    (tmp_path / "broken_module_of_test_cli.py").write_text("import torch\nimport no_such_module\n")
+    (tmp_path / "targets_for_tests.py").write_text(TARGETS)
+    (tmp_path / "broken_module_for_tests.py").write_text("import torch\nimport no_such_module\n")
 
 
 def help_text(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -189,14 +189,14 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_estimate_of_a_model_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "targets_of_test_cli:on_meta", "--budget", "1GiB"]) == 0
+    assert main(["estimate", "targets_for_tests:on_meta", "--budget", "1GiB"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Encore: Sequential")
     assert text.endswith("fits a budget of 1GiB\n")
 
 
 def test_estimate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "targets_of_test_cli:with_keywords", "--json"]) == 0
+    assert main(["estimate", "targets_for_tests:with_keywords", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["encore_report"] == 1
     assert found["floor"] == found["resident"] + found["planned"]["step_peak"]
@@ -204,14 +204,14 @@ def test_estimate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_plan_is_written_as_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
-    assert main(["plan", "targets_of_test_cli:on_meta", "--html", str(file), "--json"]) == 0
+    assert main(["plan", "targets_for_tests:on_meta", "--html", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["pareto"][-1][0] == found["resident"] + found["planned"]["step_peak"]
     assert file.read_text().startswith("<!DOCTYPE html>")
 
 
 def test_a_budget_out_of_reach_leaves_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "targets_of_test_cli:on_meta", "--budget", "1KiB", "--json"]) == 2
+    assert main(["estimate", "targets_for_tests:on_meta", "--budget", "1KiB", "--json"]) == 2
     told = capsys.readouterr()
     found = json.loads(told.out)
     assert found["fits"] is False
@@ -227,26 +227,26 @@ def test_a_budget_out_of_reach_leaves_with_2(capsys: pytest.CaptureFixture[str])
             "cannot import 'no_such_package': ModuleNotFoundError: No module named 'no_such_package'",
         ),
         (
-            ["broken_module_of_test_cli:x"],
-            "cannot import 'broken_module_of_test_cli': ModuleNotFoundError: No module named 'no_such_module' "
-            "(broken_module_of_test_cli.py:2)",
+            ["broken_module_for_tests:x"],
+            "cannot import 'broken_module_for_tests': ModuleNotFoundError: No module named 'no_such_module' "
+            "(broken_module_for_tests.py:2)",
         ),
-        (["targets_of_test_cli"], "'targets_of_test_cli' is not a target; write package.module:factory"),
+        (["targets_for_tests"], "'targets_for_tests' is not a target; write package.module:factory"),
         (
-            ["targets_of_test_cli:on_mars"],
-            "'targets_of_test_cli' has no factory 'on_mars'; "
+            ["targets_for_tests:on_mars"],
+            "'targets_for_tests' has no factory 'on_mars'; "
             "it has 'Scaled', 'broken', 'nothing', 'on_meta', 'with_keywords'",
         ),
         (
-            ["targets_of_test_cli:broken"],
-            "targets_of_test_cli:broken failed: ZeroDivisionError: division by zero (targets_of_test_cli.py:26)",
+            ["targets_for_tests:broken"],
+            "targets_for_tests:broken failed: ZeroDivisionError: division by zero (targets_for_tests.py:26)",
         ),
         (
-            ["targets_of_test_cli:nothing"],
-            "targets_of_test_cli:nothing must return (model, args) or (model, args, kwargs), not NoneType",
+            ["targets_for_tests:nothing"],
+            "targets_for_tests:nothing must return (model, args) or (model, args, kwargs), not NoneType",
         ),
         (
-            ["targets_of_test_cli:on_meta", "--budget", "lots"],
+            ["targets_for_tests:on_meta", "--budget", "lots"],
             "budget='lots' cannot be read; give a positive number of bytes, '2GiB', '500MB', '60%' "
             "(of the largest unplanned step) or 'min'",
         ),
@@ -261,7 +261,7 @@ def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.Captu
 
 @pytest.mark.parametrize("option", ["--save", "--html"])
 def test_plan_tells_of_a_missing_folder_before_it_plans(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "targets_of_test_cli:broken", option, "nowhere/x"]) == 1
+    assert main(["plan", "targets_for_tests:broken", option, "nowhere/x"]) == 1
     assert capsys.readouterr().err == (
         "encore: nowhere/x cannot be written: there is no folder 'nowhere'; create it first\n"
     )
