@@ -105,6 +105,10 @@ def test_budgets_hold_for_the_whole_step_and_are_predicted(make: Callable[[], tu
 def test_a_budget_below_the_lowest_peak_is_an_error_that_names_it() -> None:
     plain, step = blocks()
     model = encore.compile(copy.deepcopy(plain), budget=200_000, lowering="eager")
+    with pytest.raises(BudgetError, match="of one call of graph 0 alone"):
+        step(model)
+    torch._dynamo.reset()
+    model = encore.compile(copy.deepcopy(plain), budget=500_000, lowering="eager")
     with pytest.raises(BudgetError, match="of this step of 5 calls of 2 graphs") as raised:
         settle(model, step)
     torch._dynamo.reset()

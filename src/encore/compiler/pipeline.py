@@ -232,6 +232,7 @@ def find_candidates(forms: Forms) -> Candidates:
     if captured.runs and options.lossy.bound is not None and "encode" in options.methods:
         bounded = _bounded(forms, planner, options.lossy.bound)
         planner = planner.informed(admitted=bounded.admitted())
+        _warn_if_unmeasured(captured, bounded)
     return search_plans(Candidates(dataclasses.replace(forms, first=planner), (), bounded))
 
 
@@ -281,14 +282,16 @@ def _bounded(forms: Forms, planner: Planner, bound: float) -> BoundedCodecs:
     name, sent = fingerprint(unplanned.schedule.graph), list[torch.Tensor]()
     if name in session.sent_tangents:
         sent, session.sent_tangents[name] = session.sent_tangents[name], []
-    bounded = BoundedCodecs(planner, captured.primals, captured.share_of(bound), limit, sent)
+    return BoundedCodecs(planner, captured.primals, captured.share_of(bound), limit, sent)
+
+
+def _warn_if_unmeasured(captured: Captured, bounded: BoundedCodecs) -> None:
     if bounded.why_none:
         warnings.warn(
             f"encore: {captured.name} uses no lossy codecs: their effect on the gradients cannot be measured, since "
             f"{bounded.why_none}; lossy= with names of codecs allows them without a bound",
             stacklevel=2,
         )
-    return bounded
 
 
 # -- choose and fuse -------------------------------------------------------------------------------------------------

@@ -129,6 +129,8 @@ class StepPlanner:
         self._beginning = 0
         self._backwards = 0
         self._observation: Observation | None = None
+        self._wanted = False
+        """Whether steps are planned."""
         self._records = True
         """Whether calls are recorded: not once the steps that run are known."""
         self.last: Program | None = None
@@ -157,7 +159,8 @@ class StepPlanner:
 
     def begin(self) -> None:
         """The user calls the model. If backward has run since the last call, a step is over: plan its calls."""
-        if not self.is_wanted:
+        self._wanted = self.is_wanted
+        if not self._wanted:
             return
         if self._backwards:
             self._finish()
@@ -184,7 +187,7 @@ class StepPlanner:
         return variant
 
     def forward_begins(self, runner: GraphRunner, captured: CapturedGraph, args: Sequence[Any]) -> Call | None:
-        if not self.is_wanted:
+        if not self._wanted:
             return None
         call = Call(runner, captured)
         if self._records:

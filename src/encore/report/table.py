@@ -107,17 +107,14 @@ def _mean_density(rows: Sequence[DecisionRow], name: str) -> float:
 def _graphs(report: Report) -> str:
     """Several graphs, notes on them, and parts that run as plain PyTorch; nothing if there is none of these."""
     lines = []
+    distinct = {(graph.name, graph.break_line): graph for graph in report.graphs}
     if len(report.graphs) > 1:
-        times = Counter(graph.name for graph in report.graphs)
-        for graph in {graph.name: graph for graph in report.graphs}.values():
+        times = Counter((graph.name, graph.break_line) for graph in report.graphs)
+        for key, graph in distinct.items():
             why = f"; ends at {graph.break_line}: {graph.break_reason}" if graph.break_reason else ""
-            calls = f" (x{times[graph.name]})" if times[graph.name] > 1 else ""
+            calls = f" (x{times[key]})" if times[key] > 1 else ""
             lines.append(f"  {graph.name}{calls}: {graph.operators} operators, peak {bytes_text(graph.step_peak)}{why}")
-    lines += [
-        f"  note on {graph.name}: {note}"
-        for graph in {graph.name: graph for graph in report.graphs}.values()
-        for note in graph.notes
-    ]
+    lines += [f"  note on {graph.name}: {note}" for graph in distinct.values() for note in graph.notes]
     lines += [f"  plain PyTorch: {part}" for part in report.plain]
     return "\n".join(lines)
 
