@@ -17,8 +17,9 @@ follows a known program call by call, it uses the plans of that one; from where 
 save least.
 
 Known shortcomings: the allocator is only observed on CPUs, and while no other profiler runs; elsewhere plain code
-counts as far as the outputs of captured graphs live on. Programs are learned by each rank for itself, so with several
-ranks each graph is planned when it is captured.
+counts as far as the outputs of captured graphs live on. Backwards are taken to run in the reverse order of the
+forwards, as autograd runs them within one `backward()`; other orders are predicted less closely. Programs are learned
+by each rank for itself, so with several ranks each graph is planned when it is captured.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ class StepPlanner:
         self._observation: Observation | None = None
         self._wanted = False
         """Whether steps are planned."""
+        self._warned = False
         self._records = True
         """Whether calls are recorded: not once the steps that run are known."""
         self.last: Program | None = None
@@ -262,8 +264,9 @@ class StepPlanner:
         program = self.programs.get(key)
         if program is None:
             program = self.programs[key] = Program(key)
-            while len(self.programs) > MOST_PROGRAMS:
-                self.programs.pop(next(iter(self.programs)))
+            if len(self.programs) > MOST_PROGRAMS:
+                oldest = self.programs.pop(next(iter(self.programs)))
+                self._followers = {key: one for key, one in self._followers.items() if one is not oldest}
         self.last = program
         if segments is not None and all(len(call.marks) == 4 for call in calls):
             first, last = calls[0].marks[0], max(call.marks[3] for call in calls)
@@ -355,7 +358,8 @@ class StepPlanner:
         if shared is None or limit is None:
             return
         taken = max(shared.step_peak, program.observed or 0) + program.resident
-        if taken > limit:
+        if taken > limit and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"encore: a step of {self.session.name} takes {bytes_text(taken)}, more than its budget of "
                 f"{bytes_text(limit)}: code outside of the captured graphs (the loss, or what Dynamo leaves to Python) "

@@ -131,8 +131,10 @@ class GraphRunner:
         return self.tangents.may_be_missing
 
     def call_plans(self, count: int) -> CallPlans:
-        """The plans for so many calls in one step, for the gradients seen so far."""
-        return self._plan_calls(self.session.gradients_seen.get(self.key) or self.current.used, count)
+        """The plans for about so many calls in one step, for the gradients seen so far: loops of similar lengths share
+        theirs."""
+        about = 1 << (count - 1).bit_length()
+        return self._plan_calls(self.session.gradients_seen.get(self.key) or self.current.used, about)
 
     def _variant(self, used: Used, args: Sequence[Any], *, in_backward: bool) -> Variant:
         if used not in self.variants:
