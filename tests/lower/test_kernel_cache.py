@@ -212,7 +212,9 @@ def test_a_cache_that_takes_no_files(folder: Path, code: int, monkeypatch: pytes
         raise OSError(code, os.strerror(code))
 
     kernel = wave_kernel()
-    check_kernel(KernelStore(folder.parent / "writable"), kernel, fresh=1)  # with the header, which has a folder too
+    writable = folder.parent / "writable"
+    writable.mkdir(0o700)
+    check_kernel(KernelStore(writable), kernel, fresh=1)  # and the header, which is cached in a folder of its own
     monkeypatch.setattr(kernels, "write_cached", refuse)
     monkeypatch.setattr(cached_files, "write_cached", refuse)
     cached_files.warn_once.cache_clear()
