@@ -217,6 +217,48 @@ class Program3(nn.Module):
         return seen[-1].square().mean() + seen[len(seen) // 2].mean()
 
 
+class Pair(nn.Module):
+    """A part with an output that receives no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_forward_pre_hook(opaque)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.tanh(self.linear(x))
+        return y, y.sigmoid()
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Pair() for _ in range(3))
+        self.register_forward_pre_hook(opaque)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x, _ = part(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("optional", [True, False])
+def test_graphs_that_cannot_be_cut_down_are_planned_for_every_gradient(*, optional: bool) -> None:
+    x = torch.randn(64, 16)
+    model = encore.compile(Pairs(), budget="min", lowering="eager")
+
+    def step(model: nn.Module) -> None:
+        model(x).backward()
+
+    step(model)
+    runners = {call.runner for call in compiled_call(model).session.step.calls}
+    for runner in runners if not optional else ():
+        runner.tangents.require_all()
+    program = settle(model, step)
+    assert all(len(runner.tangents.everything) == 2 for runner in runners)
+    assert {len(variant.used) for variant in program.variants} == ({1} if optional else {2})
+
+
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(

@@ -250,7 +250,11 @@ class GraphCompilation:
     def _plan_calls(self, tangents: Tangents, used: Used, count: int) -> CallPlans:
         """Plan so many calls of the graph in one step."""
         with torch_private.compile_settings(), collector_paused():
-            joint = tangents.only(used)
+            try:
+                joint = tangents.only(used)
+            except NotOptionalError:
+                used = tangents.everything
+                joint = tangents.only(used)
             captured = self._captured(joint, self._facts(joint), used, (), (), self.session.options, count)
             return plan_calls(captured, StageClock())
 

@@ -134,7 +134,8 @@ class GraphRunner:
         """The plans for about so many calls in one step, for the gradients seen so far: loops of similar lengths share
         theirs."""
         about = 1 << (count - 1).bit_length()
-        return self._plan_calls(self.session.gradients_seen.get(self.key) or self.current.used, about)
+        seen = self.session.gradients_seen.get(self.key) or self.current.used
+        return self._plan_calls(seen if self.tangents.optional else self.tangents.everything, about)
 
     def _variant(self, used: Used, args: Sequence[Any], *, in_backward: bool) -> Variant:
         if used not in self.variants:

@@ -169,7 +169,7 @@ def test_heavy_operators_bound_subgraphs_and_shared_operands_join_them() -> None
     shared = drawing.heavy(x, size=100)
     left, right = drawing.cheap(shared, size=100), drawing.cheap(shared, size=100)
     apart = drawing.cheap(drawing.heavy(left, size=100), size=100)
-    drawing.cheap(right, size=100)  # nobody asks for it
+    drawing.cheap(right, size=100)  # no operator reads it
     drawing.needs(left, right)
     drawing.needs(apart)
     verify_graph(drawing.graph)
