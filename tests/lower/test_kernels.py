@@ -87,6 +87,12 @@ def with_over(x: Tensor, weight: Tensor) -> Tensor:
     return ((x @ weight) + (weight @ x)).exp() + (x @ x)
 
 
+def softmax_over(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The loop that writes over an operand reads nothing of the softmax but its result."""
+    shares = ((x @ x) * mask).softmax(-1)
+    return shares, shares * 1.5
+
+
 def transposed(x: Tensor) -> Tensor:
     return (x.t() * 2).sin() + x.t()
 
@@ -112,6 +118,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "a transposed result": (lambda x: ((x * 2).t().contiguous().t() * 2).sin(), (matrix(),)),
     "joined": (lambda x, y: (torch.cat([x * 2, y.exp()], 1) * 3, x.sin()), (matrix(), matrix())),
     "written over an operand": (with_over, (matrix(4, 4), matrix(4, 4))),
+    "softmax over an operand": (softmax_over, (matrix(16, 16), torch.rand(16, 16))),
     "no operand with a dimension": (lambda x: (x * 2).sin() + 1, (torch.randn((), requires_grad=True),)),
     "one element": (lambda x: (x * 2).sin() + 1, (matrix(1, 1),)),
     "a large one": (lambda x: (x * 2).exp().sum(1) + 1, (matrix(300, 1000),)),
@@ -138,6 +145,7 @@ def test_kernels_give_what_their_operators_give_one_by_one() -> None:
         for number, value in zip(untouched, before, strict=True):
             assert torch.equal(operands[number], value), f"{name} writes to an operand"
     assert kernels["written over an operand"].over
+    assert kernels["softmax over an operand"].over
     strides = {name: kernels[name].operands[0].stride for name in kernels}
     assert strides["a strided operand"] == (10, 1)
     assert strides["an expanded operand"] == (0, 1)

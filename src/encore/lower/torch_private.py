@@ -29,6 +29,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions, get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.loop_body import LoopBody
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from encore.folders import private_directory
@@ -130,6 +131,18 @@ _patching = threading.RLock()
 """Two threads that replace the same function could restore each other's replacement."""
 
 
+_read_expression = LoopBody.get_read_expr
+
+
+def _any_if_unread(body: LoopBody, buffer: str) -> Any:
+    """The index at which a loop reads a buffer; equal to every index if it does not read it. Inductor asks all users of
+    a buffer, and one that writes over an operand of another loop only waits for that loop's buffer."""
+    try:
+        return _read_expression(body, buffer)
+    except KeyError:
+        return mock.ANY
+
+
 @contextmanager
 def _no_functions_compiled() -> Iterator[list[CppFunction]]:
     """Collect C++ functions instead of compiling each by itself, and write modules to the private directory."""
@@ -145,6 +158,7 @@ def _no_functions_compiled() -> Iterator[list[CppFunction]]:
         _patching,
         mock.patch.object(AsyncCompile, "cpp_pybinding", collect),
         mock.patch.object(inductor_codecache, "cache_dir", return_value=folder),
+        mock.patch.object(LoopBody, "get_read_expr", _any_if_unread),
     ):
         yield collected
 
