@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from encore.graph.sizes import LSTM_MODE, onednn_lstm_workspace, true_bytes
+from encore.graph.sizes import LSTM_MODE, onednn_lstm_workspace, true_bytes, true_types
+from encore.graph.torch_private import FakeTensorMode
 from encore.graph.values import Ref, Value
 
 
@@ -66,3 +69,35 @@ def test_the_memory_of_a_reduced_loss(name: str, reduction: int) -> None:
     value = Value(0, "x", 0, (10, 20), (20, 1), torch.float32, x.untyped_storage().nbytes(), None)
     known = true_bytes(target, (Ref(0), Ref(0)), [value], [result])
     assert result.untyped_storage().nbytes() == known.get(0, result.numel() * 4)
+
+
+def normalisation(name: str, x: torch.Tensor, kind: torch.dtype | None) -> tuple[str, tuple[Any, ...]]:
+    """An operator and its arguments, its weights of this type or left out."""
+    weight, bias, mean, variance = (None if kind is None else torch.ones(8, dtype=kind) for _ in range(4))
+    return {
+        "layer norm": ("native_layer_norm.default", (x, [8], weight, bias, 1e-5)),
+        "group norm": ("native_group_norm.default", (x, weight, bias, 4, 8, 8, 2, 1e-5)),
+        "batch norm": (
+            "_native_batch_norm_legit_functional.default", (x, weight, bias, mean, variance, True, 0.1, 1e-5),
+        ),
+        "batch statistics": ("_native_batch_norm_legit.no_stats", (x, weight, bias, True, 0.1, 1e-5)),
+    }[name]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("narrow", [True, False, None])
+@pytest.mark.parametrize("name", ["layer norm", "group norm", "batch norm", "batch statistics"])
+def test_the_types_of_statistics(name: str, narrow: bool | None, source: torch.dtype) -> None:
+    if narrow is None and name == "batch norm":
+        pytest.skip("its functional form has running statistics")
+    kind = None if narrow is None else source if narrow else torch.float32
+    packet, args = normalisation(name, torch.randn(4, 8, 8).to(source), kind)
+    target = getattr(getattr(torch.ops.aten, packet.partition(".")[0]), packet.partition(".")[2])
+    with FakeTensorMode() as mode:
+        fake = target(*(mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
+    values = [Value(0, "x", 0, (8,), (1,), arg.dtype, 0, None) for arg in args if isinstance(arg, torch.Tensor)]
+    numbers = iter(range(len(values)))
+    references = [Ref(next(numbers)) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    known = true_types(target, references, values, fake)
+    found = [known.get(place, fake[place].dtype) for place in (1, 2)]
+    assert found == [result.dtype for result in target(*args)[1:3]]

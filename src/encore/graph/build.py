@@ -21,7 +21,7 @@ from torch import fx
 
 from encore.graph.on_shapes import windows
 from encore.graph.ops import SIDE_EFFECTS, OpClass, classify, without_unread
-from encore.graph.sizes import true_bytes
+from encore.graph.sizes import true_bytes, true_types
 from encore.graph.torch_private import pytree
 from encore.graph.values import Graph, Op, Ref, Role, Storage, Value, block_bytes, refs, span_bytes
 
@@ -258,6 +258,7 @@ class _Builder:
         )
         self.ops.append(op)
         sizes = true_bytes(node.target, args, self.values, results)
+        types = true_types(node.target, args, self.values, results)
         writes: list[int | None] = []
         for position, result in enumerate(results):
             if result is None:
@@ -267,6 +268,9 @@ class _Builder:
             value = self._new_value(name, result, producer=op.id)
             if kind is not OpClass.VIEW:
                 self._separate_from_siblings(value, writes)
+            if position in types and value.storage is not None:
+                value.dtype, value.bytes = types[position], result.numel() * types[position].itemsize
+                self.storages[value.storage].bytes = value.bytes
             if position in sizes and value.storage is not None:
                 if value.shape == (0,):
                     value.shape, value.stride, value.bytes = (sizes[position],), (1,), sizes[position]

@@ -1,4 +1,4 @@
-"""The sizes of results whose fake kernels return wrong ones.
+"""The sizes and types of results whose fake kernels return wrong ones.
 
 oneDNN's recurrent layer returns a workspace for its backward: gates, states and room for their
 gradients, each rounded up to a page. PyTorch's fake kernel returns an empty tensor for it. The layout below was
@@ -7,11 +7,13 @@ derived from the sizes of oneDNN v3.12, and tests compare it with the real opera
 Reduced losses are computed element by element into their result, which then shrinks to a scalar and keeps the memory.
 The bag of every index that `_embedding_bag` returns is computed with one element more and shrinks as well, and so do
 the sizes of bags if the last offset is included.
+
+On a CPU, normalisations of narrow tensors keep their statistics in the type of their weights, if that is wider.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +48,30 @@ def true_bytes(target: Any, args: Sequence[Any], values: Sequence[Value], result
         longer += [BAG_SIZES] if len(args) > INCLUDE_LAST_OFFSET and args[INCLUDE_LAST_OFFSET] else []
         return {position: (results[position].numel() + 1) * results[position].element_size() for position in longer}
     return {}
+
+
+NARROW = 2
+"""Bytes of a number of a narrow type."""
+NORMALISATIONS: Mapping[Any, tuple[int, ...]] = {
+    aten.native_layer_norm.default: (2, 3),
+    aten.native_group_norm.default: (1, 2),
+    aten._native_batch_norm_legit_functional.default: (1, 2, 3, 4),
+    aten._native_batch_norm_legit.default: (1, 2, 3, 4),
+    aten._native_batch_norm_legit.no_stats: (1, 2),
+    aten.native_batch_norm.default: (1, 2, 3, 4),
+}
+"""Weight, bias and running statistics among their arguments; their results 1 and 2 are statistics."""
+
+
+def true_types(
+    target: Any, args: Sequence[Any], values: Sequence[Value], results: Sequence[Any]
+) -> dict[int, torch.dtype]:
+    """Types by result position, for the results whose fake tensor has a wrong one."""
+    if target not in NORMALISATIONS or results[0].device.type != "cpu" or results[0].dtype.itemsize != NARROW:
+        return {}
+    given = (args[place] for place in NORMALISATIONS[target] if place < len(args))
+    wide = any(isinstance(one, Ref) and values[one.value].dtype is torch.float32 for one in given)
+    return dict.fromkeys((1, 2), torch.float32) if wide else {}
 
 
 def _onednn_lstm(args: Sequence[Any], values: Sequence[Value]) -> dict[int, int]:
