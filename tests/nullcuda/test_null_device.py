@@ -21,11 +21,11 @@ def test_copies_are_real() -> None:
 
 
 def test_an_allocation_beyond_the_capacity_is_out_of_memory() -> None:
-    with device_with(capacity=64 * MIB):
-        whole = torch.empty(60 * MIB, dtype=torch.uint8, device="cuda")
+    with device_with(capacity=512 * MIB):
+        whole = torch.empty(400 * MIB, dtype=torch.uint8, device="cuda")
         with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(60 * MIB, dtype=torch.uint8, device="cuda")
-        torch.empty(60 * MIB, dtype=torch.uint8, device="cuda:1")  # a device of its own
+            torch.empty(400 * MIB, dtype=torch.uint8, device="cuda")
+        torch.empty(400 * MIB, dtype=torch.uint8, device="cuda:1")  # a device of its own
         del whole
 
 
@@ -42,7 +42,7 @@ def test_recurrent_layers_have_weights_in_one_buffer() -> None:
     layer = nn.LSTM(8, 16, num_layers=2, bidirectional=True, proj_size=4).cuda()
     output, _ = layer(torch.randn(5, 3, 8, device="cuda"))
     output.sum().backward()
-    storages = {weight.untyped_storage().data_ptr() for weight in layer._flat_weights}
+    storages = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
     assert len(storages) == 1
 
 
