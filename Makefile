@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test test-all bench lint clean
+.PHONY: install demo test test-all test-cuda bench lint clean
 
 install: $(STAMP)
 
@@ -23,6 +23,20 @@ test: install lint
 test-all: install lint
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
+# CUDA code on a device that computes nothing: PyTorch's CUDA build (5 GB) in an environment of its own.
+CUDA_VENV := .venv-cuda
+CUDA_STAMP := $(CUDA_VENV)/.installed
+
+$(CUDA_STAMP): pyproject.toml
+	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV) || python3 -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install --quiet 'torch===2.13.0' nvidia-cuda-crt==13.0.88
+	$(CUDA_VENV)/bin/python -m pip install --quiet -c constraints.txt numpy rich jinja2 pytest hypothesis
+	touch $(CUDA_STAMP)
+
+test-cuda: $(CUDA_STAMP)
+	env $$($(CUDA_VENV)/bin/python tests/nullcuda/build.py $(CUDA_VENV)/nullcuda) PYTHONPATH=src \
+	    $(CUDA_VENV)/bin/python -m pytest -q -m nullcuda tests/nullcuda
+
 bench: install
 	for suite in spine fast echo gist rnn rnn-workloads plan accuracy bptt; do $(BIN)/python -m benchmarks $$suite || exit 1; done
 
@@ -32,4 +46,4 @@ lint: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(CUDA_VENV) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

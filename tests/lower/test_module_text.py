@@ -147,3 +147,19 @@ def test_what_is_refused(what: str) -> None:
     body, reason = REFUSED[what]
     with pytest.raises(LoweringError, match=reason):
         workspace_bytes(module(body))
+
+
+def test_operands_of_cuda_kernels_are_checked_for_alignment() -> None:
+    body = """
+        arg0_1, = args
+        args.clear()
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            arg0_1 = copy_if_misaligned(arg0_1)
+            buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
+            raw_stream0 = get_raw_stream(0)
+            triton_poi_fused_0.run(arg0_1, buf0, 32, stream=raw_stream0)
+            del arg0_1
+        return (buf0, )
+    """
+    assert workspace_bytes(module(body)) == 0

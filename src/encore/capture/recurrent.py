@@ -33,7 +33,7 @@ from torch import Tensor
 from encore.capture import torch_private
 from encore.errors import OperandError
 from encore.kernels import BuildError
-from encore.rnn import native
+from encore.rnn import cudnn, native
 from encore.rnn.layer import TYPES
 from encore.rnn.packing import dropped_rows
 from encore.rnn.stack import Layer, elman_layer, gru_layer, lstm_layer, run_layers
@@ -98,7 +98,8 @@ def lifted(operator: Any) -> Callable[..., Any]:
     unchanged = torch_private.composite(operator)
 
     def run(x: Tensor, hx: Any, *others: Any) -> Any:
-        found = _run(operator, AtenLayerCall(x, None, hx, *others))
+        call = AtenLayerCall(x, None, hx, *others)
+        found = _by_cudnn(operator, call) if x.device.type == "cuda" else _run(operator, call)
         return unchanged(x, hx, *others) if found is None else found
 
     return run
@@ -129,6 +130,22 @@ def _run(operator: Any, call: AtenLayerCall) -> tuple[Tensor, ...] | None:
         in_block=call.batch_sizes is not None,
     )
     ended = (state.to(dtype) for state, dtype in zip(last, types[1:], strict=True))
+    return (output.transpose(0, 1) if call.batch_first else output, *ended)
+
+
+def _by_cudnn(operator: Any, call: AtenLayerCall) -> tuple[Tensor, ...] | None:
+    """Run the call with cuDNN, as PyTorch does on CUDA; None if PyTorch does not."""
+    states = list(call.hx) if CELLS[operator].states > 1 else [call.hx]
+    tensors = [call.x, *states, *call.params]
+    if torch.is_autocast_enabled("cuda"):
+        tensors = [tensor.to(torch.get_autocast_dtype("cuda")) for tensor in tensors]
+    if torch_private.is_transformed() or not cudnn.is_supported(tensors):
+        return None
+    x, states, params = tensors[0], tensors[1 : 1 + len(states)], tensors[1 + len(states) :]
+    output, *ended = cudnn.run_cudnn(
+        operator.overloadpacket.__name__, x.transpose(0, 1) if call.batch_first else x, states, params,
+        layers=call.num_layers, bidirectional=call.bidirectional, dropout=call.dropout, train=call.train,
+    )  # fmt: skip
     return (output.transpose(0, 1) if call.batch_first else output, *ended)
 
 

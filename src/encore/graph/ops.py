@@ -56,7 +56,7 @@ HEAVY_PACKETS = frozenset({
     "_efficient_attention_forward", "_efficient_attention_backward",
     "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn",
     "lstm_forward", "lstm_backward", "gru_forward", "gru_backward", "elman_forward", "elman_backward",
-    "packed_aten_forward", "packed_aten_backward",
+    "packed_aten_forward", "packed_aten_backward", "cudnn_layers", "cudnn_layers_backward",
     "additive_scores", "additive_scores_backward", "dot_attention", "dot_attention_backward",
     "_thnn_fused_lstm_cell", "_cdist_forward", "_cdist_backward", "_fft_r2c", "_fft_c2r", "_fft_c2c",
     "linalg_solve_ex", "linalg_inv_ex", "_linalg_svd", "_linalg_eigh", "linalg_qr", "linalg_lu_factor_ex",

@@ -84,6 +84,8 @@ class _Reader:
                     self.stride[name] = self._stride_of(value)
             case ast.Call(func=ast.Name(id="get_raw_stream")):
                 pass
+            case ast.Call(func=ast.Name(id="copy_if_misaligned"), args=[ast.Name(id=other)]) if other == name:
+                pass  # CUDA: operands that the schedule allocates are aligned, as are whole tensors of the caller
             case _:
                 raise LoweringError(f"its module does more than run a kernel: {name} = {ast.unparse(value)}")
 

@@ -74,11 +74,12 @@ def module_source(kernel: Kernel) -> str:
     """The Python module that Inductor writes for a kernel."""
     mode = FakeTensorMode()
     operands = [_fake(mode, operand) for operand in kernel.operands]
+    on_cpu = "cpu" in kernel.devices
     with tracing(TracingContext(mode)), _settings():
         try:
             with _no_functions_compiled():
                 with mode:  # decompositions create constants: fake ones
-                    traced = make_fx(_as_function(kernel), decomposition_table=_decompositions())(*operands)
+                    traced = make_fx(_as_function(kernel), decomposition_table=_decompositions(on_cpu))(*operands)
                 (end,) = traced.graph.find_nodes(op="output")
                 end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
                 compiled = compile_fx_inner(traced, operands, is_inference=True)
@@ -88,8 +89,9 @@ def module_source(kernel: Kernel) -> str:
 
 
 @functools.cache
-def _decompositions() -> dict[Any, Callable[..., Any]]:
-    return with_sums_in_stages(select_decomp_table())
+def _decompositions(on_cpu: bool) -> dict[Any, Callable[..., Any]]:
+    """Sums in stages are for the vector units of a processor; each would be a launch of its own on a GPU."""
+    return with_sums_in_stages(select_decomp_table()) if on_cpu else dict(select_decomp_table())
 
 
 def _fake(mode: FakeTensorMode, operand: Operand) -> torch.Tensor:

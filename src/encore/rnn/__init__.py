@@ -6,7 +6,7 @@ the modules of `encore.nn`. What may not: anything that knows of graphs or plans
 workspace for the planner. Private interfaces of PyTorch are in `torch_private.py`.
 """
 
-from encore.rnn import dot, elman, gru, lstm, packed_aten, packing, scores
+from encore.rnn import cudnn, dot, elman, gru, lstm, packed_aten, packing, scores
 from encore.rnn.registry import WORKSPACES
 
-__all__ = ["WORKSPACES", "dot", "elman", "gru", "lstm", "packed_aten", "packing", "scores"]
+__all__ = ["WORKSPACES", "cudnn", "dot", "elman", "gru", "lstm", "packed_aten", "packing", "scores"]

@@ -2,11 +2,13 @@
 
 What is relied upon: the dispatcher's keys and guards, which give an operator in Python a derivative without the cost of
 `torch.library.register_autograd`; Dynamo's callback, which says whether Dynamo is active; the functions of ATen that
-`torch.nn`'s recurrent modules and packed sequences call.
+`torch.nn`'s recurrent modules and packed sequences call; how to leave the modes of tracing.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,10 +16,11 @@ from torch import _C, Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "BelowAutograd", "any_requires_grad", "below_autograd", "check_packed_lengths", "dynamo_is_active", "has_no_data",
-    "is_plain", "layer_function", "pytree", "recording_autograd",
+    "is_plain", "layer_function", "pytree", "recording_autograd", "without_modes",
 ]  # fmt: skip
 
 BelowAutograd = _C._AutoDispatchBelowAutograd
@@ -51,6 +54,13 @@ def recording_autograd() -> Any:
     for key in (_C.DispatchKey.AutogradOther, _C.DispatchKey.AutogradFunctionality):
         excluded = excluded.remove(key)
     return _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """A context in which operators run on real tensors, whatever is being traced."""
+    with _disable_current_modes(), _C._DisablePythonDispatcher(), _C._DisableAutocast():
+        yield
 
 
 def layer_function(name: str) -> Any:
