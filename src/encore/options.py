@@ -272,9 +272,12 @@ STATE_PER_PARAMETER = {
 
 
 def optimizer_bytes(optimizer: Any) -> int:
-    """Bytes of the optimizer's state: its present one, or what its class allocates at its first step."""
+    """Bytes of the optimizer's state: its present one, or what its class allocates at its first step. Hosts wrap
+    optimizers; what they wrap is read."""
     import torch
 
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"optimizer={optimizer!r} is not a torch.optim.Optimizer; give one, or resident= in bytes")
     state_bytes = {

@@ -3,7 +3,7 @@
 `allocations` measures the memory of a call, `workspace` that of single operators, `seconds` their time.
 """
 
-from encore.cost.allocations import Measurement, measure
+from encore.cost.allocations import Measurement, Meter, measure, start_meter
 from encore.cost.density import densities, may_be_narrow, may_be_sparse
 from encore.cost.kernel_timing import kernel_seconds, time_kernels
 from encore.cost.lessons import LinkLessons
@@ -14,6 +14,7 @@ from encore.cost.workspace import Workspaces
 __all__ = [
     "LinkLessons",
     "Measurement",
+    "Meter",
     "Seconds",
     "Workspaces",
     "assumed_link",
@@ -24,5 +25,6 @@ __all__ = [
     "may_be_narrow",
     "may_be_sparse",
     "measure",
+    "start_meter",
     "time_kernels",
 ]

@@ -13,7 +13,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -53,32 +53,59 @@ def measure(function: Callable[[], Any]) -> Measurement:
 
 
 def measure_cuda(function: Callable[[], Any]) -> Measurement:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
-    result = function()
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    return Measurement(
-        step_peak=torch.cuda.max_memory_allocated() - before,
-        left=torch.cuda.memory_allocated() - before,
-        seconds=seconds,
-        result=result,
-    )
+    return _measured(_CudaMeter(), function)
 
 
 def measure_cpu(function: Callable[[], Any]) -> Measurement:
-    events = AllocatorEvents()
+    return _measured(_CpuMeter(), function)
+
+
+def start_meter() -> Meter | None:
+    """Begin to measure what no function encloses, such as a step of a host's loop; None while a profiler runs."""
+    Observation.end_running()
+    if profiler_is_running():
+        return None
+    return _CudaMeter() if torch.cuda.is_available() and torch.cuda.is_initialized() else _CpuMeter()
+
+
+class Meter(Protocol):
+    """A measurement that is running."""
+
+    def stop(self) -> tuple[int, int]:
+        """End it; return peak and bytes left, above what was alive when it began."""
+
+
+class _CpuMeter:
+    def __init__(self) -> None:
+        self._events = AllocatorEvents()
+        self._events.start()
+
+    def stop(self) -> tuple[int, int]:
+        live = peak = 0
+        for _, size in self._events.stop():
+            live += size
+            peak = max(peak, live)
+        return peak, live
+
+
+class _CudaMeter:
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self._before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+
+    def stop(self) -> tuple[int, int]:
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - self._before, torch.cuda.memory_allocated() - self._before
+
+
+def _measured(meter: Meter, function: Callable[[], Any]) -> Measurement:
     started = time.perf_counter()
-    events.start()
     try:
         result = function()
-        seconds = time.perf_counter() - started
-    finally:
-        recorded = events.stop()
-    live = peak = 0
-    for _, size in recorded:
-        live += size
-        peak = max(peak, live)
-    return Measurement(step_peak=peak, left=live, seconds=seconds, result=result)
+    except BaseException:
+        meter.stop()
+        raise
+    seconds = time.perf_counter() - started
+    peak, left = meter.stop()
+    return Measurement(step_peak=peak, left=left, seconds=seconds, result=result)
