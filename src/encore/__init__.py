@@ -3,10 +3,11 @@
 >>> model = encore.compile(model, budget="2GiB")   # the fastest training step that fits
 """
 
-from encore import bptt, nn, tiers
+from encore import bptt, devices, nn, tiers
 from encore.api import compile, estimate, report
 from encore.bptt import ScanReport, scan
 from encore.comparison import Verification
+from encore.compiler.device_estimate import DeviceEstimate
 from encore.compiler.estimate import Estimate
 from encore.cost import Measurement, measure
 from encore.errors import (
@@ -28,6 +29,7 @@ from encore.verification import verify
 __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
+    "DeviceEstimate",
     "EncoreError",
     "Estimate",
     "Measurement",
@@ -45,6 +47,7 @@ __all__ = [
     "VerificationError",
     "bptt",
     "compile",
+    "devices",
     "estimate",
     "measure",
     "nn",

@@ -12,9 +12,12 @@ from encore.compiler import Mode, Session, sessions
 from encore.compiler.bypass import BypassWatch
 from encore.compiler.compiled import CompiledCall
 from encore.compiler.copies import CompiledMark
+from encore.compiler.device_estimate import DeviceEstimate
+from encore.compiler.device_step import run_device_step
 from encore.compiler.estimate import Estimate
 from encore.compiler.summary import report_of
 from encore.compiler.twin import fake_twin, run_forward_without_memory
+from encore.devices import DeviceProfile, find_profile
 from encore.errors import NeverRunError, OptionError
 from encore.options import Options, make_options
 from encore.report.report import Report
@@ -135,13 +138,34 @@ def _name(model: Any) -> str:
     return type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__qualname__", repr(model))
 
 
-def estimate(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Estimate:
+@overload
+def estimate(model: Callable[..., Any], *args: Any, device: None = None, **kwargs: Any) -> Estimate: ...
+@overload
+def estimate(
+    model: Callable[..., Any], *args: Any, device: str | DeviceProfile, optimizer: Any = None, **kwargs: Any
+) -> DeviceEstimate: ...
+def estimate(
+    model: Callable[..., Any],
+    *args: Any,
+    device: str | DeviceProfile | None = None,
+    optimizer: Any = None,
+    **kwargs: Any,
+) -> Estimate | DeviceEstimate:
     """Estimate the memory and seconds of a training step. Nothing runs and nothing is allocated.
 
     Module and arguments may be real, on the meta device, or larger than the memory of this machine: only their shapes
     are read. A plain function is called as it is, so tensors that it closes over must be real.
+
+    With `device="RTX3060"` or another name in `encore.devices.PROFILES`, the answer is what a training loop of plain
+    PyTorch reserves on that GPU, which need not be here, and whether it fits; `optimizer`, a class, a name or an
+    instance, is part of it.
     """
-    return estimate_with(make_options({}), model, args, kwargs)
+    if device is None:
+        found = estimate_with(make_options({}), model, args, kwargs)
+        return found if optimizer is None else found.beside(optimizer=optimizer)
+    profile, plain = find_profile(device), _plain(model)
+    step = run_device_step(plain, args, kwargs, profile, optimizer)
+    return DeviceEstimate(_name(plain), profile, step, lambda: estimate_with(make_options({}), plain, args, kwargs))
 
 
 def estimate_with(

@@ -14,6 +14,8 @@ import encore
 from encore.api import estimate_with
 from encore.cli.command_line import DOES_NOT_FIT, DONE, TIERS, CommandParser, run_command
 from encore.cli.targets import TARGET, load_target
+from encore.compiler.device_estimate import DEVICE
+from encore.devices import find_profile
 from encore.errors import BudgetError, OptionError
 from encore.options import make_options, parse_budget
 from encore.units import bytes_text
@@ -43,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
     estimate.add_argument("target", metavar="TARGET", help=TARGET)
     estimate.add_argument("--budget", metavar="B", help="bytes, 2GiB, 500MB, 60%% or min; exit code 2 if out of reach")
     estimate.add_argument("--tiers", metavar="T", help=TIERS)
+    estimate.add_argument("--device", metavar="D", help="a GPU that need not be here, such as RTX3060 or A100-40GB")
+    estimate.add_argument("--optimizer", metavar="O", help="with --device: its class in torch.optim, such as AdamW")
     estimate.add_argument("--json", action="store_true", help="print the estimate as JSON")
 
     plan = command("plan", run_plan, "show the plan that a budget gets, and all others; nothing runs")
@@ -88,6 +92,10 @@ def run_env(arguments: argparse.Namespace) -> int:
 
 
 def run_estimate(arguments: argparse.Namespace) -> int:
+    if arguments.device is not None:
+        return _estimate_on_device(arguments)
+    if arguments.optimizer is not None:
+        raise OptionError("--optimizer goes with --device: it is a part of the step there")
     estimate = _estimate(arguments)
     shown: dict[str, Any] = {**estimate.report.to_dict(), "floor": estimate.floor, "pareto": estimate.pareto}
     missed: BudgetError | None = None
@@ -105,6 +113,24 @@ def run_estimate(arguments: argparse.Namespace) -> int:
             print(f"  fits a budget of {arguments.budget}")
     if missed is not None:
         raise missed
+    return DONE
+
+
+def _estimate_on_device(arguments: argparse.Namespace) -> int:
+    """Plain PyTorch on a device, and, if that does not fit for sure, the plan that does."""
+    find_profile(arguments.device)  # before the target is loaded
+    model, args, kwargs = load_target(arguments.target)
+    found = encore.estimate(model, *args, device=arguments.device, optimizer=arguments.optimizer, **kwargs)
+    budget = arguments.budget or DEVICE
+    fits = found.fits(budget)
+    plan = None if fits else found.plan(budget)
+    if arguments.json:
+        planned = plan and {"reserved": plan.reserved, **plan.report.to_dict()}
+        print(json.dumps({**found.to_dict(), "budget": budget, "fits": fits, "plan": planned}, indent=2))
+        return DONE
+    print(found)
+    if plan is not None:
+        print(f"\nwith encore.compile, {bytes_text(plan.reserved)} reserved:\n{plan.report}")
     return DONE
 
 
