@@ -19,6 +19,8 @@ from benchmarks import (
     bptt_table,
     contest,
     contest_table,
+    devices,
+    devices_table,
     fast,
     fast_table,
     layers,
@@ -99,6 +101,7 @@ SUITES: dict[str, Suite] = {
     "accuracy": Suite(
         accuracy.run_accuracy, accuracy.AccuracySuite, accuracy_table, lambda found: plots.learning(found.trainings)
     ),
+    "devices": Suite(devices.run_devices, devices.DevicesSuite, devices_table),
     "bptt": Suite(bptt.run_bptt, bptt.BpttSuite, bptt_table, lambda found: plots.through_time(found.outcomes)),
 }
 """Adding a suite is adding a row."""
