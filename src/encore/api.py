@@ -39,7 +39,7 @@ def compile(model: Model | None = None, **options: Any) -> Any:
     `overhead` (default 0.05) takes the smallest peak within that extra time; `plan` uses a saved one; `keep` names
     modules whose activations are kept; `methods` names what may be done with the others ("recompute", "encode",
     "stash"); `lossy` allows lossy codecs within a bound on the relative gradient error (True: 0.01), or by name without
-    one, and `lossy_check` measures that error again every so many steps; `tiers` names where activations may be
+    one, and `lossy_check` measures that error every so many steps, too; `tiers` names where activations may be
     offloaded to ("disk"); `optimizer` or `resident` add bytes that stay allocated during the step; `lowering`, `skip`,
     `recompile_limit`: see `encore.options.Options`.
     """

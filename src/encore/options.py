@@ -112,8 +112,8 @@ class Options:
     bound."""
 
     lossy_check: int = 0
-    """Measure the gradient error of lossy codecs again every so many steps, on the batch of that step; 0: only at the
-    first."""
+    """Measure the gradient error of lossy codecs every so many steps, too, on the batch of that step: at steps 1, 10,
+    100, 1000, ... it is measured in any case."""
 
     tiers: tuple[str | Tier, ...] = ()
     """Where activations may be offloaded between forward and backward: "disk", "host" (from a GPU), or tier objects."""
@@ -141,7 +141,7 @@ def make_options(given: Mapping[str, Any]) -> Options:
     _check_number(chosen, "overhead", float, 0, "a fraction of at least 0, such as 0.05")
     _check_number(chosen, "resident", int, 0, "bytes, at least 0")
     _check_number(chosen, "recompile_limit", int, 1, "a count of at least 1")
-    _check_number(chosen, "lossy_check", int, 0, "a number of steps, or 0 for never")
+    _check_number(chosen, "lossy_check", int, 0, "a number of steps, or 0")
     if chosen.get("lowering", LOWERINGS[0]) not in LOWERINGS:
         raise OptionError(f"lowering={chosen['lowering']!r} does not exist; it can be {listed(LOWERINGS)}")
     if "skip" in chosen:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 import encore
 from encore.errors import IllegalGraphError
@@ -90,6 +91,50 @@ def test_as_strided_finds_the_elements_it_names_with_channels_last() -> None:
 def test_views_of_maps_with_channels_last(model: type[Convolutions]) -> None:
     torch.manual_seed(0)
     assert "channels_last" in assert_right(model(), torch.randn(8, 8, 16, 16))
+
+
+class WeightNormalised(nn.Module):
+    """The gradient of a weight is laid out as its convolution's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = parametrizations.weight_norm(nn.Conv2d(3, 16, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(x).pow(2).mean()
+
+
+class GroupNormalised(Convolutions):
+    """Group normalisation's backward is given a gradient with channels first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(4, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(self.norm(self.maps(x)).flatten(1)).pow(2).mean()
+
+
+class Segmenting(Convolutions):
+    """A loss of every pixel, whose backward kernel accepts contiguous scores alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.maps(x), x.sum(1).abs().long() % 32)
+
+
+class AttendingToPlaces(Convolutions):
+    """The attention kernel reads rows as if they were dense."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.maps(x).view(8, 4, 8, 256)
+        return F.scaled_dot_product_attention(rows, rows, rows).pow(2).mean()
+
+
+@pytest.mark.parametrize("model", [WeightNormalised, GroupNormalised, Segmenting, AttendingToPlaces])
+def test_operators_that_want_the_layout_they_were_captured_with(model: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    channels = 3 if model is WeightNormalised else 8
+    assert "channels_last" in assert_right(model(), torch.randn(8, channels, 16, 16))
 
 
 class ConvolutionsBeforeLSTM(nn.Module):

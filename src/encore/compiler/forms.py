@@ -14,7 +14,7 @@ from encore.graph import Graph, verify_graph
 from encore.lower import kernel_store
 from encore.plan import Candidate, GraphPlan, Plan, Planner, allowed_methods, keep_everything, will_do
 from encore.plan.saved import describe
-from encore.rewrite import Judge, LeanJudge, find_heads, rewrite, split_head
+from encore.rewrite import ComparedJudge, Judge, LeanJudge, find_heads, rewrite, split_head
 
 SLICES = (1, 4, 16)
 """The numbers of slices of large heads that the planner chooses from."""
@@ -29,6 +29,8 @@ class RewrittenGraph:
     kept: Plan
     passes: tuple[str, ...]
     """Those that changed it."""
+    lean: bool = False
+    """Whether it is the graph that `rewrite_for_memory` returns, too."""
 
 
 def rewrite_for_speed(captured: Captured, unplanned: Plan) -> RewrittenGraph:
@@ -38,8 +40,10 @@ def rewrite_for_speed(captured: Captured, unplanned: Plan) -> RewrittenGraph:
     if captured.exact and options.plan is None:
         as_it_is = Candidate.of(unplanned)
         if will_do(as_it_is, options, unplanned=unplanned, earlier=captured.earlier):
-            return RewrittenGraph(unplanned, _while_tracing(captured))
-    return _rewrite(captured, unplanned, Judge(run=captured.runs, exact=captured.exact))
+            return RewrittenGraph(unplanned, _while_tracing(captured), lean=True)
+    judge = ComparedJudge(Judge(run=captured.runs, exact=captured.exact), LeanJudge())
+    found = _rewrite(captured, unplanned, judge)
+    return dataclasses.replace(found, lean=judge.alike)
 
 
 def rewrite_for_memory(captured: Captured, unplanned: Plan) -> RewrittenGraph:
@@ -80,16 +84,18 @@ class Forms:
     first: Planner
     passes: Mapping[bool, tuple[str, ...]]
     """The passes that changed the graph; by `Plan.lean`."""
+    is_lean: bool
+    """Whether a graph that is rewritten for memory is the same."""
 
     @classmethod
     def of(cls, captured: Captured, unplanned: Plan, rewritten: RewrittenGraph) -> Forms:
         """The forms of a graph that was rewritten."""
         planner = _planner(captured, rewritten.kept)
-        return cls(captured, unplanned, planner, {False: rewritten.passes, True: ()})
+        return cls(captured, unplanned, planner, {False: rewritten.passes, True: ()}, rewritten.lean)
 
     def with_lean(self) -> tuple[Forms, Planner | None]:
         """The planner of the form that is rewritten for memory, unless it is the same graph."""
-        if self.captured.exact:
+        if self.captured.exact or self.is_lean:
             return self, None
         rewritten = rewrite_for_memory(self.captured, self.unplanned)
         if describe(rewritten.kept.schedule.graph) == describe(self.first.graph):

@@ -1,10 +1,10 @@
 """The gradient error of a step with lossy codecs, measured while the model trains.
 
 A step that is checked runs once more right after its backward, as it was planned and with the same kernels, but with
-activations in the place of their lossy codes; the two sets of gradients are compared (`cost/gradient_error.py`). The
-first step of a plan is always checked, with the gradients of the real loss; later ones every `lossy_check=`
-steps. A step whose error exceeds the bound gets the exact gradients. If it is the first, the model is planned again
-with the gradients of the loss; otherwise one warning has the error.
+activations in the place of their lossy codes; the two sets of gradients are compared (`cost/gradient_error.py`). Steps
+1, 10, 100, 1000, ... of a plan are always checked, with the gradients of the real loss; others every `lossy_check=`
+steps. A step whose error exceeds the bound gets the exact gradients, and the model is planned again before the next
+one, with the gradients of the loss and the present weights. Unless the step is the first, a warning has the error.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class LossyCheck:
         self.why_not = ""
         """Why the last check could not be made."""
         self.warned = False
+        """Whether a warning was given that the model cannot be planned again."""
         self.steps = 0
         self._looked = False
         self._exact: Lowered | None = None
@@ -78,7 +79,7 @@ class LossyCheck:
     def forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run a forward; for a step that will be checked, keep its arguments."""
         step, self.steps = self.steps, self.steps + 1
-        due = not self._looked or (self.every > 0 and step % self.every == 0)
+        due = not self._looked or _is_power_of_ten(self.steps) or (self.every > 0 and step % self.every == 0)
         if not due:
             return run(args)
         self._pending = None
@@ -118,8 +119,9 @@ class LossyCheck:
         log.info("%s: gradient error of lossy codecs at step %d: %.3g", self.name, step, found.relative)
         if self.bound is None or found.relative <= self.bound:
             return gradients
-        if len(self.measured) > 1 or not self.plan_again(tangents):
-            self._warn(step, found.relative)
+        again = self.plan_again(tangents)
+        if len(self.measured) > 1 or not again:
+            self._warn(step, found.relative, again)
         return tuple(exact)
 
     def _exact_gradients(self, given: list[Any], tangents: Sequence[torch.Tensor], state: Any) -> Gradients | None:
@@ -138,16 +140,26 @@ class LossyCheck:
             finally:
                 _set_generators(now)
 
-    def _warn(self, step: int, error: float) -> None:
-        if not self.warned:
-            self.warned = True
-            warnings.warn(
-                f"encore: the lossy codecs of {self.name} cause a gradient error of {error:.3g} at step {step}, "
-                f"over the bound of {self.bound:.3g} that they were chosen for on the first batch. This step takes the "
-                "exact gradients; steps that are not checked do not. Compile the model again to choose codecs for the "
-                "present weights, give a lower bound (lossy=), or check more often (lossy_check=)",
-                stacklevel=2,
-            )
+    def _warn(self, step: int, error: float, again: bool) -> None:
+        if self.warned:
+            return
+        self.warned = not again
+        rest = (
+            "steps since the last check may have exceeded it too. The next step is planned with other codecs, for the "
+            "present weights. To see such errors earlier, check more often (lossy_check=)"
+            if again
+            else "steps that are not checked do not. Compile the model again to choose codecs for the present weights, "
+            "give a lower bound (lossy=), or check more often (lossy_check=)"
+        )
+        warnings.warn(
+            f"encore: the lossy codecs of {self.name} cause a gradient error of {error:.3g} at step {step}, over the "
+            f"bound of {self.bound:.3g} that they were chosen for. This step takes the exact gradients; {rest}",
+            stacklevel=2,
+        )
+
+
+def _is_power_of_ten(number: int) -> bool:
+    return number == 10 ** (len(str(number)) - 1)
 
 
 def has_lossy_codes(plan: Plan) -> bool:

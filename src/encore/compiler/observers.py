@@ -23,9 +23,9 @@ def lossy_check(captured: Captured, fused: FusedPlan, planned: GradientError | N
     name = fingerprint(captured.graph)
 
     def plan_again(tangents: list[torch.Tensor]) -> bool:
-        fixed = session.one_graph or options.plan is not None or torch_private.has_ranks()
-        if fixed or name in session.sent_tangents:
+        if session.one_graph or options.plan is not None or torch_private.has_ranks():
             return False
+        session.excesses[name] += 1
         session.sent_tangents[name] = [tangent.detach().clone() for tangent in tangents]
         session.plan_again = True
         return True

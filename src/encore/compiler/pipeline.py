@@ -18,7 +18,7 @@ import functools
 import logging
 import math
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,7 @@ from encore.compiler.session import CapturedGraph
 from encore.compiler.stage_clock import StageClock, collector_paused
 from encore.compiler.variants import Variant
 from encore.compiler.watch import watches
-from encore.cost import densities, may_be_narrow, may_be_sparse, time_kernels
+from encore.cost import AssumedSeconds, densities, may_be_narrow, may_be_sparse, time_kernels
 from encore.cost.gradient_error import GradientError
 from encore.errors import BudgetError, CheckError, IllegalGraphError
 from encore.fates import Recompute, recomputable
@@ -53,6 +53,8 @@ from encore.plan import (
     feature_maps,
     keep_everything,
     keeps_budget,
+    lowest,
+    may_win,
     stack_plans,
     will_do,
     worth_having,
@@ -65,6 +67,9 @@ from encore.units import bytes_text
 UNKNOWN_MAPS = 0.05
 """Share of the peak that activations must take whose codes depend on the data, for the first batch to be looked at."""
 
+MOST_EXCESSES = 3
+"""How often lossy codecs may exceed their bound before a graph is planned without any."""
+
 log = logging.getLogger("encore")
 
 
@@ -76,6 +81,8 @@ class Candidates:
     offers: tuple[Candidate, ...]
     bounded: BoundedCodecs | None = None
     """What measures the gradient error of lossy codecs, if they have a bound."""
+    planners: tuple[Planner, ...] = ()
+    """Those whose graphs were searched, or could be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +238,7 @@ def find_candidates(forms: Forms) -> Candidates:
     bounded = None
     if captured.runs and options.lossy.bound is not None and "encode" in options.methods:
         bounded = _bounded(forms, planner, options.lossy.bound)
-        planner = planner.informed(admitted=bounded.admitted())
+        planner = planner.informed(admitted=frozenset() if bounded is None else bounded.admitted())
         _warn_if_unmeasured(captured, bounded)
     return search_plans(Candidates(dataclasses.replace(forms, first=planner), (), bounded))
 
@@ -239,12 +246,29 @@ def find_candidates(forms: Forms) -> Candidates:
 def search_plans(candidates: Candidates) -> Candidates:
     """Search all forms of the graph."""
     forms, lean = candidates.forms.with_lean()
+    captured, options = forms.captured, forms.captured.options
     planners = [form for one in (forms.first, lean) if one is not None for form in forms.all_slices(one)]
-    offers = candidates_of(planners)
-    if forms.captured.calls:
+
+    def is_needed(form: Planner, found: Sequence[Candidate]) -> bool:
+        """An estimate is asked for any budget."""
+        fastest, earlier = form.as_it_is().overhead, captured.earlier
+        return not captured.runs or may_win(fastest, found, options, unplanned=forms.unplanned, earlier=earlier)
+
+    offers = candidates_of(planners, is_needed)
+    if captured.calls:
         several = [planner.informed(calls=forms.captured.calls + 1) for planner in planners]
         offers = few(offers) + few(candidates_of(several))
-    return dataclasses.replace(candidates, forms=forms, offers=tuple(offers))
+    return dataclasses.replace(candidates, forms=forms, offers=tuple(offers), planners=tuple(planners))
+
+
+def search_untimed(candidates: Candidates) -> Candidates:
+    """The smallest plans of a search that no measured time has a part in, in addition: which plans a search comes upon
+    depends on their seconds, and whether a budget can be met must not."""
+    offers = [*candidates.offers]
+    for planner in candidates.planners:
+        found = lowest(planner.informed(seconds=AssumedSeconds()).candidate_plans())
+        offers += [planner.given(candidate.separate.fates) for candidate in found]
+    return dataclasses.replace(candidates, offers=tuple(offers), planners=())
 
 
 def _checkpointed(planner: Planner, as_it_is: Candidate, by_hand: Collection[str]) -> Candidate:
@@ -271,8 +295,9 @@ def _densities(captured: Captured, planner: Planner) -> Densities:
         return densities(graph, captured.primals, maps)
 
 
-def _bounded(forms: Forms, planner: Planner, bound: float) -> BoundedCodecs:
-    """Lossy codecs whose measured effect on the gradients stays within the bound."""
+def _bounded(forms: Forms, planner: Planner, bound: float) -> BoundedCodecs | None:
+    """Lossy codecs whose measured effect on the gradients stays within the bound. If they have exceeded it in training,
+    the next ones are chosen for a half of it, then for a quarter, then there are none."""
     captured, unplanned = forms.captured, forms.unplanned
     session, options = captured.session, captured.options
     limit = math.inf
@@ -280,13 +305,16 @@ def _bounded(forms: Forms, planner: Planner, bound: float) -> BoundedCodecs:
         whole = unplanned.timeline.resident + unplanned.timeline.step_peak + options.resident
         limit = options.budget.resolve(whole) - unplanned.timeline.resident - options.resident
     name, sent = fingerprint(unplanned.schedule.graph), list[torch.Tensor]()
+    if session.excesses[name] > MOST_EXCESSES:
+        return None
+    allowed = captured.share_of(bound) / 2 ** max(0, session.excesses[name] - 1)
     if name in session.sent_tangents:
         sent, session.sent_tangents[name] = session.sent_tangents[name], []
-    return BoundedCodecs(planner, captured.primals, captured.share_of(bound), limit, sent)
+    return BoundedCodecs(planner, captured.primals, allowed, limit, sent)
 
 
-def _warn_if_unmeasured(captured: Captured, bounded: BoundedCodecs) -> None:
-    if bounded.why_none:
+def _warn_if_unmeasured(captured: Captured, bounded: BoundedCodecs | None) -> None:
+    if bounded is not None and bounded.why_none:
         warnings.warn(
             f"encore: {captured.name} uses no lossy codecs: their effect on the gradients cannot be measured, since "
             f"{bounded.why_none}; lossy= with names of codecs allows them without a bound",
@@ -299,9 +327,16 @@ def _warn_if_unmeasured(captured: Captured, bounded: BoundedCodecs) -> None:
 
 def choose_and_fuse(candidates: Candidates, clock: StageClock) -> Fitting:
     """The plan that is asked for, with its kernels. If a plan keeps neither the bound on the gradient error nor, with
-    its kernels, the peak that was predicted, the next one is chosen."""
+    its kernels, the peak that was predicted, the next one is chosen. No budget is rejected before plans are searched
+    without measured times."""
     while True:
-        chosen = choose_candidate(candidates)
+        try:
+            chosen = choose_candidate(candidates)
+        except BudgetError:
+            if not candidates.planners:
+                raise
+            candidates = search_untimed(candidates)
+            continue
         if chosen.excess:
             candidates = _tightened(candidates, chosen.excess)
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -142,6 +143,8 @@ class Session:
         """Whether the backwards that run now belong to training."""
         self.sent_tangents: dict[str, list[torch.Tensor]] = {}
         """By fingerprint of a graph that is to be planned again: the gradients that its outputs were sent."""
+        self.excesses = collections.Counter[str]()
+        """By fingerprint of a graph: how often its lossy codecs have exceeded their bound."""
         self.plan_again = False
         """Whether the next call is planned anew."""
         self.bypass: BypassWatch | None = None

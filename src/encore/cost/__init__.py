@@ -8,10 +8,12 @@ from encore.cost.density import densities, may_be_narrow, may_be_sparse
 from encore.cost.kernel_timing import kernel_seconds, time_kernels
 from encore.cost.lessons import LinkLessons
 from encore.cost.links import assumed_link, known_link, link_to
+from encore.cost.roofline import AssumedSeconds
 from encore.cost.seconds import Seconds
 from encore.cost.workspace import Workspaces
 
 __all__ = [
+    "AssumedSeconds",
     "LinkLessons",
     "Measurement",
     "Meter",

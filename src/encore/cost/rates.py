@@ -74,6 +74,16 @@ class Rates:
         return self._known[key]
 
 
+class AssumedRates(Rates):
+    """The constants above, whatever was measured."""
+
+    def __init__(self) -> None:
+        super().__init__(run=False)
+
+    def _rate(self, name: str, default: float, device: str, measure: Callable[[], float]) -> float:
+        return default
+
+
 def is_duration(number: float) -> bool:
     """Return whether a number from the cache can be a duration."""
     return math.isfinite(number) and number > 0

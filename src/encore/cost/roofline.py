@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from encore.cost.flops import count_flops
-from encore.cost.rates import Rates
+from encore.cost.rates import AssumedRates, Rates
 from encore.graph import Graph, Op, OpClass
 from encore.graph.torch_private import packet_name
 from encore.graph.values import Value, span_bytes
@@ -57,6 +57,21 @@ def kernel_roofline(graph: Graph, action: Fused, rates: Rates) -> float:
     moved = sum(map(_bytes, values)) / rates.bandwidth(device)
     inside = (graph.ops[number] for number in action.ops)
     return KERNEL_CALL * rates.view + moved + sum(_arithmetic(graph, op, device) for op in inside)
+
+
+class AssumedSeconds:
+    """The seconds of operators and kernels by arithmetic and bytes, at assumed rates: the same in every process."""
+
+    def __init__(self) -> None:
+        self.rates = AssumedRates()
+
+    def __call__(self, graph: Graph, op: Op | Fused, over: int | None = None) -> float:
+        if isinstance(op, Fused):
+            return kernel_roofline(graph, op, self.rates)
+        return self.rates.view if op.kind is OpClass.VIEW else op_roofline(graph, op, self.rates)
+
+    def inside(self, graph: Graph, op: Op) -> float:
+        return op_roofline(graph, op, self.rates)
 
 
 def _arithmetic(graph: Graph, op: Op, device: str) -> float:

@@ -106,6 +106,28 @@ VIEW_PACKETS = frozenset({
 })  # fmt: skip
 """Aliases that their schema does not declare."""
 
+ANY_LAYOUT = frozenset({
+    "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "convolution", "convolution_backward",
+    "clone", "_to_copy", "cat", "stack", "constant_pad_nd", "reflection_pad2d", "repeat", "flip", "roll",
+    "embedding", "embedding_dense_backward", "index", "index_select", "gather", "index_put", "index_add", "scatter",
+    "scatter_add", "scatter_reduce", "select_scatter", "slice_scatter", "slice_backward", "select_backward",
+    "upsample_nearest2d", "upsample_nearest2d_backward", "upsample_bilinear2d", "upsample_bilinear2d_backward",
+    "im2col", "pixel_shuffle", "pixel_unshuffle", "topk", "sort", "cumsum", "cumprod",
+    "sum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "var_mean", "std_mean", "logsumexp",
+    "linalg_vector_norm", "any", "all", "argmax", "argmin",
+    "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
+    "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training", "native_layer_norm", "native_layer_norm_backward", "native_group_norm",
+    "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward",
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d", "adaptive_max_pool2d_backward",
+    "nll_loss2d_forward", "mse_loss", "mse_loss_backward", "smooth_l1_loss", "smooth_l1_loss_backward",
+    "binary_cross_entropy", "binary_cross_entropy_backward", "binary_cross_entropy_with_logits",
+    "threshold_backward", "glu", "glu_backward", "where", "masked_fill", "_prelu_kernel", "_prelu_kernel_backward",
+})  # fmt: skip
+"""Operators whose results are the same however the memory of feature maps is laid out. Others may read it as their
+derivative's formula would have laid it out, without a check: group normalisation's backward wants both of its operands
+alike, weight normalisation and attention want theirs dense."""
+
 DRAWS_NOTHING = frozenset({
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
 })  # fmt: skip
@@ -166,6 +188,7 @@ NOT_FUSED = frozenset({
     "mse_loss", "smooth_l1_loss",
     # nothing to fuse with: sorts, scans, whole-tensor losses
     "sort", "topk", "cumsum", "cumprod", "_ctc_loss", "_ctc_loss_backward", "masked_select", "searchsorted",
+    "_weight_norm_interface_backward",
     "bucketize", "logcumsumexp", "norm", "prod", "argmax", "argmin", "im2col",
     # windows: PyTorch's own kernels are as fast
     "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward", "avg_pool1d",
@@ -190,6 +213,15 @@ def is_fusible(target: Any) -> bool:
 @cache
 def is_pointwise(target: Any) -> bool:
     return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+
+
+@cache
+def takes_any_layout(target: Any) -> bool:
+    """Return whether operands may be laid out in another way than they were captured."""
+    if classify(target) is OpClass.VIEW or target in SIZED.values() or is_codec(target):
+        return True
+    known = target.overloadpacket.__name__ in ANY_LAYOUT or target.namespace == "encore"
+    return known or torch.Tag.pointwise in target.tags or torch.Tag.reduction in target.tags
 
 
 def without_unread(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@
 `schedule/` orders. Nothing here runs.
 """
 
-from encore.plan.budget import choose, keeps_budget, stack_plans, will_do
+from encore.plan.budget import choose, keeps_budget, lowest, may_win, stack_plans, will_do
 from encore.plan.candidate import Candidate, worth_having
 from encore.plan.methods import Methods, allowed_methods
 from encore.plan.plan import Plan, feature_maps, keep_everything
@@ -25,6 +25,8 @@ __all__ = [
     "feature_maps",
     "keep_everything",
     "keeps_budget",
+    "lowest",
+    "may_win",
     "stack_plans",
     "step_seconds",
     "will_do",

@@ -29,6 +29,20 @@ def will_do(as_it_is: Candidate, goal: Goal, *, unplanned: Plan, earlier: Sequen
     return keeps_budget(as_it_is.plan, goal, unplanned=unplanned, earlier=earlier)
 
 
+def may_win(
+    fastest: float, found: Sequence[Candidate], goal: Goal, *, unplanned: Plan, earlier: Sequence[Plan] = ()
+) -> bool:
+    """Return whether `choose` may pick one of further candidates, of which the fastest has this overhead. The first one
+    that was found keeps everything."""
+    if goal.budget is None:
+        return fastest <= goal.allowed_overhead
+    if goal.budget.is_floor:
+        return True
+    kept = found[0].plan
+    room = goal.budget.resolve(_total(unplanned, goal, earlier)) - _total(kept, goal, earlier) + kept.timeline.step_peak
+    return not any(one.overhead <= fastest and one.step_peak * NEAR <= room for one in found)
+
+
 def keeps_budget(plan: Plan, goal: Goal, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> bool:
     """Return whether a plan, as it came out in the end, stays within the budget. The floor is no bound."""
     if goal.budget is None or goal.budget.is_floor:
@@ -56,39 +70,39 @@ def choose(
 
     kept = candidates[0].plan
     if goal.budget.is_floor:
-        return min(_lowest(candidates), key=lambda candidate: (total(candidate.plan), candidate.plan.overhead))
+        return min(lowest(candidates), key=lambda candidate: (total(candidate.plan), candidate.plan.overhead))
     limit = goal.budget.resolve(total(unplanned or kept))
     if total(kept) <= limit:
         return candidates[0]
     room = limit - (total(kept) - kept.timeline.step_peak)
     ordered = sorted(candidates, key=lambda candidate: (candidate.overhead, candidate.step_peak))
     found = next((one for one in ordered if one.step_peak <= room * NEAR and total(one.plan) <= limit), None)
-    lowest = _lowest(candidates) if found is None else _lowest(ordered[: ordered.index(found)])
-    faster = [candidate for candidate in lowest if total(candidate.plan) <= limit]
+    smallest = lowest(candidates if found is None else ordered[: ordered.index(found)])
+    faster = [candidate for candidate in smallest if total(candidate.plan) <= limit]
     if found is not None or faster:
         return min([*faster, *([found] if found else [])], key=lambda candidate: candidate.overhead)
-    smallest = min(lowest, key=lambda candidate: total(candidate.plan))
-    raise budget_error(smallest.plan, goal.budget, limit, total(smallest.plan), tiers=bool(goal.tiers))
+    plan = min((candidate.plan for candidate in smallest), key=total)
+    raise budget_error(plan, goal.budget, limit, total(plan), tiers=bool(goal.tiers))
 
 
 def _smallest_within(candidates: Sequence[Candidate], overhead: float) -> Candidate:
     """The smallest peak that costs at most this much extra time."""
     allowed = [candidate for candidate in candidates if candidate.overhead <= overhead]
     return min(
-        [*_lowest(allowed), candidates[0]],
+        [*lowest(allowed), candidates[0]],
         key=lambda candidate: (candidate.plan.timeline.step_peak, candidate.overhead),
     )
 
 
-def _lowest(candidates: Sequence[Candidate]) -> list[Candidate]:
+def lowest(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates among which the smallest plan is: those that a search with fewer methods would look at, too,
     unless they are farther off than an estimate can be."""
     least = min((candidate.step_peak for candidate in candidates), default=0)
-    lowest: dict[Candidate, None] = {}
-    for found in by_methods(candidates):
-        ordered = sorted(found, key=lambda candidate: (candidate.step_peak, candidate.overhead))[:LOOKED_AT]
-        lowest.update(dict.fromkeys(candidate for candidate in ordered if candidate.step_peak <= least * NEAR**2))
-    return list(lowest)
+    found: dict[Candidate, None] = {}
+    for searched in by_methods(candidates):
+        ordered = sorted(searched, key=lambda candidate: (candidate.step_peak, candidate.overhead))[:LOOKED_AT]
+        found.update(dict.fromkeys(candidate for candidate in ordered if candidate.step_peak <= least * NEAR**2))
+    return list(found)
 
 
 def stack_plans(plans: Sequence[Plan]) -> Stack:

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from encore.codecs import Densities
 from encore.fates import KINDS, Decision, Encode, Fate, Keep, Link, Offload, Recompute, Terms
@@ -85,6 +85,7 @@ class Planner:
         densities: Densities | None = None,
         admitted: Admitted | None = None,
         calls: int | None = None,
+        seconds: ActionSeconds | None = None,
     ) -> Planner:
         """A planner of the same graph that knows more; what is not given stays as it is."""
         known = copy.copy(self)
@@ -92,6 +93,9 @@ class Planner:
         known.densities = self.densities if densities is None else densities
         known.admitted = self.admitted if admitted is None else admitted
         known.calls = self.calls if calls is None else calls
+        if seconds is not None:
+            known.seconds = seconds
+            known.__dict__.pop("kept_seconds", None)
         known.reference = known if self.reference is self else self.reference
         return known
 
@@ -252,10 +256,16 @@ def spread(plans: Sequence[RoughPlan], most: int) -> list[RoughPlan]:
     return [plans[number * len(plans) // most] for number in range(most)] if len(plans) > most else [*plans]
 
 
-def candidates_of(planners: Sequence[Planner]) -> list[Candidate]:
+def candidates_of(
+    planners: Iterable[Planner], may_win: Callable[[Planner, Sequence[Candidate]], bool] = lambda form, found: True
+) -> list[Candidate]:
     """The candidates of several forms of one graph, the form as it is first: of every set of methods each that is worth
-    having."""
-    as_it_is, *found = [candidate for planner in planners for candidate in planner.candidate_plans()]
+    having. A form that cannot win against what was found before is not searched."""
+    every: list[Candidate] = []
+    for planner in planners:
+        if not every or may_win(planner, every):
+            every += planner.candidate_plans()
+    as_it_is, *found = every
     worth = [candidate for searched in by_methods([as_it_is, *found]) for candidate in worth_having(searched)]
     return [as_it_is, *sorted(set(worth) - {as_it_is}, key=lambda candidate: (candidate.overhead, candidate.step_peak))]
 

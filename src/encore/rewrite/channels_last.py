@@ -5,8 +5,8 @@ without being reordered; one stored with channels first (NCHW) does not. Every t
 input with channels last: that costs a copy at the first of them, while the others find theirs so already, since
 normalisations, activations and additions keep a layout. How layouts spread is found out by running the graph on
 tensors without memory. What leaves the graph, and a view that asks for channels first, get a copy in the old layout; so
-does a draw, which would fill another layout in another order, `as_strided`, which names places in memory, and an
-operator of which nothing is known. A view of a copy is in the copy's storage, and so are its own views.
+does a draw, which would fill another layout in another order, `as_strided`, which names places in memory, and every
+operator that is not known to take any layout. A view of a copy is in the copy's storage, and so are its own views.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from encore.graph import Graph, Op, OpClass, Value
 from encore.graph.editor import Editor
-from encore.graph.ops import SIDE_EFFECTS
+from encore.graph.ops import SIDE_EFFECTS, takes_any_layout
 from encore.graph.sized_ops import SIZE, SIZED, STRIDE
 from encore.graph.torch_private import FakeTensorMode
 from encore.graph.values import Ref, is_contiguous, map_refs
@@ -29,6 +29,8 @@ MAPS = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1
 """Where convolutions take feature maps."""
 NAMES_PLACES = frozenset({aten.as_strided.default, aten.as_strided_scatter.default, aten._reshape_alias.default})
 """Operators that find elements by where they are in memory: in another layout they would find others."""
+
+GROUP_NORM_BACKWARD = aten.native_group_norm_backward.default
 
 
 def apply(graph: Graph, judge: Judge) -> Graph:
@@ -68,6 +70,8 @@ class _Spreading:
                 self._lay_out(op, op.args[position].value, torch.channels_last)
             if op.target in SIZED.values():
                 self._follow(op)
+            if op.target is GROUP_NORM_BACKWARD:
+                self._lay_out_alike(op, *(operand.value for operand in op.args[:2]))
             self._spread(op)
         self._put_back()
         return self.editor.finish()
@@ -118,6 +122,9 @@ class _Spreading:
 
         if op.kind in SIDE_EFFECTS or op.target in NAMES_PLACES:
             self._as_before(op)
+        elif not takes_any_layout(op.target) and op.target is not GROUP_NORM_BACKWARD:
+            for value in filter(self._changed, op.reads):
+                self._lay_out(op, value, torch.contiguous_format)
         try:
             return run()
         except (RuntimeError, ValueError) as error:
@@ -129,6 +136,12 @@ class _Spreading:
             return run()
         except (RuntimeError, ValueError) as error:
             raise _StandsAgainstError from error
+
+    def _lay_out_alike(self, op: Op, gradient: int, source: int) -> None:
+        """Its kernel reads the gradient as its input is laid out."""
+        last = self.fake[source].dim() == 4 and self.fake[source].is_contiguous(memory_format=torch.channels_last)
+        for operand in (gradient, source):
+            self._lay_out(op, operand, torch.channels_last if last else torch.contiguous_format)
 
     def _as_before(self, op: Op) -> None:
         """Let an operator see operands laid out as they were."""

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -233,6 +234,27 @@ class LeanJudge(Judge):
     def blocks_pay(self, found: DotAttention, dtype: torch.dtype) -> bool:
         """Only the scores of some heads are there at once."""
         return True
+
+
+VERDICTS = (
+    "transposed_pays", "stacking_pays", "stacking_gradients_pays", "merging_pays", "scoring_pays", "blocks_pay",
+    "channels_last_pays",
+)  # fmt: skip
+
+
+class ComparedJudge(Judge):
+    """A judge, with a record of whether another one would have decided alike."""
+
+    def __init__(self, judge: Judge, other: Judge) -> None:
+        self.run, self.exact, self.cache = judge.run, judge.exact, judge.cache
+        self.alike = True
+        for verdict in VERDICTS:
+            setattr(self, verdict, functools.partial(self._ask, getattr(judge, verdict), getattr(other, verdict)))
+
+    def _ask(self, judge: Callable[..., bool], other: Callable[..., bool], *question: Any) -> bool:
+        verdict = judge(*question)
+        self.alike &= verdict == other(*question)
+        return verdict
 
 
 def _operands(graph: Graph, example: Product) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
