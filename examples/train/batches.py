@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.pairs import PairedTimes, paired_times
+from encore.batch_size import largest_within
 from encore.errors import BudgetError, OptionError
 from encore.options import parse_budget
 from encore.terminal import notes
 from encore.units import bytes_text, seconds_text
-from examples.train.search import Estimates, largest_within
+from examples.train.search import Estimates
 from examples.train.settings import Settings, Size
 from examples.train.state import Training
 

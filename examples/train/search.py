@@ -1,9 +1,4 @@
-"""The largest batch within a limit, by asking `encore.estimate` alone: batches are shapes, and no step runs.
-
-Doubling finds a size that is too large, bisection the last one that is not. Memory is nearly affine in the batch size,
-so both go to where the line through two known sizes meets the limit if that is further, or closer: about five estimates
-do where doubling and bisection alone would take fifteen.
-"""
+"""Estimates of a workload by batch size: batches are shapes, and no step runs."""
 
 from __future__ import annotations
 
@@ -18,35 +13,8 @@ from encore.errors import OptionError
 from encore.options import make_options, optimizer_bytes
 from examples.train.settings import Settings
 
-MOST = 1 << 20
-"""The search ends here even if more would fit."""
 LOOKED_AT = (2, 3, 5)
 """Batch sizes whose real batches tell how shapes grow."""
-
-
-def largest_within(limit: float, total: Callable[[int], float], most: int = MOST) -> int:
-    """The largest size up to `most` whose `total` is within the limit, or 0; `total` grows with the size."""
-
-    def on_the_line(one: int, other: int) -> int:
-        """Where the line through two sizes meets the limit."""
-        slope = (total(other) - total(one)) / (other - one)
-        return int(one + (limit - total(one)) / slope) if slope > 0 else one
-
-    fits, size = 0, 1
-    while size <= most and total(size) <= limit:
-        further = on_the_line(fits, size) + 1 if fits else 0
-        fits, size = size, min(max(2 * size, further), max(most, size + 1))
-    too_large, halve = size, False
-    while too_large - fits > 1:
-        gap = too_large - fits
-        size = (fits + too_large) // 2 if halve else on_the_line(fits, too_large)
-        size = min(max(size, fits + 1), too_large - 1)
-        if total(size) <= limit:
-            fits = size
-        else:
-            too_large = size
-        halve = not halve and 2 * (too_large - fits) > gap
-    return fits
 
 
 class Estimates:

@@ -5,6 +5,7 @@
 
 from encore import bptt, devices, nn, tiers
 from encore.api import compile, estimate, report
+from encore.batch_size import LargestBatch, largest_batch
 from encore.bptt import ScanReport, scan
 from encore.comparison import Verification
 from encore.compiler.device_estimate import DeviceEstimate
@@ -32,6 +33,7 @@ __all__ = [
     "DeviceEstimate",
     "EncoreError",
     "Estimate",
+    "LargestBatch",
     "Measurement",
     "MissingPackageError",
     "NeverRunError",
@@ -49,6 +51,7 @@ __all__ = [
     "compile",
     "devices",
     "estimate",
+    "largest_batch",
     "measure",
     "nn",
     "report",

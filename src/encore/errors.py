@@ -56,6 +56,10 @@ class ReplayError(EncoreError):
     """A step that is recomputed does something else than the first time, so that its gradients would be wrong."""
 
 
+class DoubleBackwardError(EncoreError, RuntimeError):
+    """A gradient that a compiled model computed is differentiated again."""
+
+
 class IllegalGraphError(EncoreError):
     """A graph or schedule broke a rule of `encore.graph.verify`, `encore.schedule.replayer` or `encore.bptt.replayer`:
     a bug in Encore."""

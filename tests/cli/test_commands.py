@@ -23,6 +23,7 @@ commands:
   COMMAND
     env       show what Encore finds on this machine
     estimate  predict what a training step takes; nothing runs
+    largest   find the largest batch that fits a budget; nothing runs
     plan      show the plan that a budget gets, and all others; nothing runs
     compare   run eager, torch.compile, checkpoints and Encore; recommend one
     tune      measure the layouts of recurrent layers, and keep the fastest of each size
@@ -51,6 +52,21 @@ options:
   --budget B  bytes, 2GiB, 500MB, 60% or min; exit code 2 if out of reach
   --tiers T   where activations may be offloaded to, such as disk or host,disk
   --json      print the estimate as JSON
+""",
+    "largest": """\
+usage: encore largest [-h] --budget B [--tiers T] [--json] TARGET
+
+Find the largest batch that fits a budget; nothing runs.
+
+positional arguments:
+  TARGET      package.module:factory; the factory returns (model, make_batch), and make_batch(size) the model's
+              arguments
+
+options:
+  -h, --help  show this help message and exit
+  --budget B  bytes, 2GiB, 500MB; exit code 2 if none fits
+  --tiers T   where activations may be offloaded to, such as disk or host,disk
+  --json      print the result as JSON
 """,
     "plan": """\
 usage: encore plan [-h] [--budget B] [--tiers T] [--save FILE] [--html FILE] [--json] TARGET

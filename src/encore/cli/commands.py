@@ -13,7 +13,7 @@ from typing import Any
 import encore
 from encore.api import estimate_with
 from encore.cli.command_line import DOES_NOT_FIT, DONE, TIERS, CommandParser, run_command
-from encore.cli.targets import TARGET, load_target
+from encore.cli.targets import BATCHES, TARGET, load_batches, load_target
 from encore.compiler.device_estimate import DEVICE
 from encore.devices import find_profile
 from encore.errors import BudgetError, OptionError
@@ -48,6 +48,12 @@ def parser() -> argparse.ArgumentParser:
     estimate.add_argument("--device", metavar="D", help="a GPU that need not be here, such as RTX3060 or A100-40GB")
     estimate.add_argument("--optimizer", metavar="O", help="with --device: its class in torch.optim, such as AdamW")
     estimate.add_argument("--json", action="store_true", help="print the estimate as JSON")
+
+    largest = command("largest", run_largest, "find the largest batch that fits a budget; nothing runs")
+    largest.add_argument("target", metavar="TARGET", help=BATCHES)
+    largest.add_argument("--budget", metavar="B", required=True, help="bytes, 2GiB, 500MB; exit code 2 if none fits")
+    largest.add_argument("--tiers", metavar="T", help=TIERS)
+    largest.add_argument("--json", action="store_true", help="print the result as JSON")
 
     plan = command("plan", run_plan, "show the plan that a budget gets, and all others; nothing runs")
     plan.add_argument("target", metavar="TARGET", help=TARGET)
@@ -138,6 +144,13 @@ def _estimate(arguments: argparse.Namespace) -> encore.Estimate:
     """Of the target; tiers are checked before it is loaded."""
     options = make_options({"tiers": arguments.tiers and arguments.tiers.split(",")})
     return estimate_with(options, *load_target(arguments.target))
+
+
+def run_largest(arguments: argparse.Namespace) -> int:
+    tiers = make_options({"tiers": arguments.tiers and arguments.tiers.split(",")}).tiers
+    found = encore.largest_batch(*load_batches(arguments.target), budget=arguments.budget, tiers=tiers)
+    print(json.dumps(found.to_dict(), indent=2) if arguments.json else found)
+    return DONE
 
 
 def run_plan(arguments: argparse.Namespace) -> int:

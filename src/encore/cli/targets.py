@@ -18,8 +18,31 @@ class TargetError(EncoreError):
     """`package.module:factory` does not lead to a model."""
 
 
+BATCHES = "package.module:factory; the factory returns (model, make_batch), and make_batch(size) the model's arguments"
+
+
 def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The model and arguments that `package.module:factory` makes."""
+    match _made(target):
+        case (model, tuple() | list() as args) if callable(model):
+            return model, tuple(args), {}
+        case (model, tuple() | list() as args, dict() as kwargs) if callable(model):
+            return model, tuple(args), kwargs
+        case made:
+            raise TargetError(f"{target} must return (model, args) or (model, args, kwargs), not {type(made).__name__}")
+
+
+def load_batches(target: str) -> tuple[Callable[..., Any], Callable[[int], Any]]:
+    """The model that `package.module:factory` makes, and what makes its batches of any size."""
+    match _made(target):
+        case (model, make_batch) if callable(model) and callable(make_batch):
+            return model, make_batch
+        case made:
+            raise TargetError(f"{target} must return (model, make_batch), not {type(made).__name__}")
+
+
+def _made(target: str) -> Any:
+    """What the factory returns."""
     path, colon, name = target.partition(":")
     if not (path and colon and name):
         raise TargetError(f"{target!r} is not a target; write package.module:factory")
@@ -30,13 +53,7 @@ def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
     if not callable(factory):
         known = [known for known, thing in vars(module).items() if callable(thing) and not known.startswith("_")]
         raise TargetError(f"{path!r} has no factory {name!r}; it has {listed(known) or 'no callable at all'}")
-    made = _users(f"{target} failed", factory)
-    match made:
-        case (model, tuple() | list() as args) if callable(model):
-            return model, tuple(args), {}
-        case (model, tuple() | list() as args, dict() as kwargs) if callable(model):
-            return model, tuple(args), kwargs
-    raise TargetError(f"{target} must return (model, args) or (model, args, kwargs), not {type(made).__name__}")
+    return _users(f"{target} failed", factory)
 
 
 def _users(what: str, call: Callable[[], Any]) -> Any:

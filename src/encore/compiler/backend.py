@@ -150,6 +150,7 @@ class GraphCompilation:
             forward=self.forward_callable,
             backward=self.backward_callable,
             takes_missing_gradients=lambda: self.runner is not None and self.runner.tangents.may_be_missing,
+            groups=lambda inputs: () if self.runner is None else self.runner.groups(inputs),
         )
 
     def partition(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -21,7 +21,8 @@ from encore.rnn.packing import ShorterSequencesError
 
 
 class CompiledCall:
-    """Runs the plan of a function; under `no_grad` and `inference_mode`, the function itself."""
+    """Runs the plan of a function; under `no_grad`, `inference_mode` and the stance "force_eager", the
+    function itself."""
 
     def __init__(self, plain: Callable[..., Any], session: Session) -> None:
         functools.update_wrapper(self, plain, updated=())
@@ -46,6 +47,10 @@ class CompiledCall:
             self._warn_inside_another()
             return self.plain(*args, **kwargs)
         if not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        if torch_private.is_forced_eager():
+            if self.session.bypass is not None:
+                self.session.bypass.stop()
             return self.plain(*args, **kwargs)
         if self.session.plan_again:
             self.session.plan_again = False

@@ -24,6 +24,7 @@ import torch
 
 from encore.capture import torch_private
 from encore.capture.unused_outputs import Tangents, Used
+from encore.compiler.delivery import Delivery
 from encore.compiler.session import CapturedGraph, Session
 from encore.errors import ReplayError
 from encore.graph import Graph, OpClass, Role
@@ -77,6 +78,8 @@ class GraphRunner:
         self.number = next(_numbers)
         self.is_whole = is_whole
         """Whether one call of the graph is one call of the model."""
+        self._picked: Variant | None = None
+        """The plan that the next forward runs, if that has been asked for."""
         self.place = len(session.plans_of_step_so_far())
         """How many graphs of the step run before this one."""
 
@@ -86,12 +89,23 @@ class GraphRunner:
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
+    def groups(self, inputs: Sequence[Any]) -> torch_private.Groups:
+        """The inputs by number, in the order in which backward can give their gradients away, for the plan that the
+        next forward runs; none if it runs as a whole."""
+        variant = self._picked = self.session.step.variant(self) or self._expected(inputs)
+        graph, captured = variant.graph, variant.captured
+        whole = self.session.checks or captured.lossy_check is not None or captured.lessons is not None
+        if whole or not len(graph.primals) == len(graph.gradients) == len(inputs):
+            return ()
+        return [cut.places for cut in variant.lowered.in_parts().cuts]
+
     def forward(self, args: list[Any]) -> Any:
         session = self.session
         if session.one_graph:
             session.begin_call()
         node = torch_private.running_node()
-        planned = None if node is None else session.step.variant(self)
+        picked, self._picked = self._picked, None
+        planned = picked or (None if node is None else session.step.variant(self))
         variant = planned or self._expected(args)
         captured = variant.captured
         call = None if session.checking else session.step.forward_begins(self, captured, args)
@@ -174,11 +188,39 @@ class GraphRunner:
         used = sorted(variant.used)
         args.extend(layouts[number].zeros() if given[number] is None else given[number] for number in used)
         given.clear()
-        found = self._timed_backward(variant, args, run.call)
         if not torch_private.keeps_graph():
             run.inputs = None
         depends = self.tangents.gradients
-        return tuple(gradient if depends[place] & numbers else None for place, gradient in enumerate(found))
+        wanted = [bool(depends[place] & numbers) for place in range(len(depends))]
+        chain = torch_private.chain_of(node)
+        if chain is not None:
+            return self._deliver(chain, variant, args, run.call, wanted)
+        found = self._timed_backward(variant, args, run.call)
+        return tuple(gradient if wanted[place] else None for place, gradient in enumerate(found))
+
+    def _deliver(
+        self, chain: torch_private.Chain, variant: Variant, args: list[Any], call: Call | None, wanted: list[bool]
+    ) -> Any:
+        """Run backward until the gradients of the first node are there; later nodes have it run on."""
+        session, captured, number = self.session, variant.captured, torch_private.backward_number()
+        session.note_backward()
+        session.step.backward_begins(call)
+
+        def finish(seconds: float) -> None:
+            captured.seconds.setdefault("first backward", seconds)
+            session.step.backward_ends(call)
+
+        delivery = Delivery(variant.lowered.in_parts(), args, captured.name, finish)
+
+        def take(places: Sequence[int]) -> list[Any]:
+            found = delivery.take(places)
+            if delivery.is_over:
+                chain.running.pop(number, None)
+            return [gradient if wanted[place] else None for place, gradient in zip(places, found, strict=True)]
+
+        chain.running[number] = take
+        first = dict(zip(chain.first, take(chain.first), strict=True))
+        return tuple(first.pop(place, None) for place in range(len(wanted)))
 
     def _timed_backward(self, variant: Variant, args: list[Any], call: Call | None) -> Any:
         session, captured = self.session, variant.captured

@@ -11,11 +11,11 @@ import linecache
 import math
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from encore.graph import Graph, Op
+from encore.graph import Graph, Op, Role
 from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST
 from encore.graph.tier_ops import StoreTo, is_transfer
 from encore.graph.torch_private import OpOverload
@@ -24,7 +24,19 @@ from encore.lower.calls import callable_for
 from encore.lower.checked import CheckedPhase, Phase, made_by
 from encore.lower.kernels import CompiledKernel
 from encore.lower.transport import Transport
-from encore.schedule import Action, Free, Fused, Load, Run, Schedule, Store, Wait
+from encore.schedule import (
+    Action,
+    Cut,
+    Free,
+    Fused,
+    Load,
+    Run,
+    Schedule,
+    Store,
+    Wait,
+    gradient_cuts,
+    last_reads,
+)
 
 Boxed = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -37,6 +49,20 @@ class Lowered:
     backward: Boxed
     forward_source: str
     backward_source: str
+    in_parts: Callable[[], BackwardInParts]
+    """The same backward for gradients that leave as soon as they are final, written when it is first wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInParts:
+    """A backward that is cut where gradients of parameters are final."""
+
+    cuts: tuple[Cut, ...]
+    start: Callable[[list[Any], list[Any]], Generator[None, None, tuple[Any, ...]]]
+    """`start(saved + tangents, ready)` stops at every cut, with its gradients in the list `ready`, which the caller
+    empties, and returns the others, with None in the places of those that have left."""
+    read_until: Mapping[int, int]
+    """By place among the saved tensors: of parameters and buffers, the position of their last reader."""
 
 
 def lower(
@@ -58,7 +84,25 @@ def lower(
     backward_source, backward = _Writer(graph, kernels or {}, transports=transports, checked=checked).write(
         f"{name}_backward", schedule.backward, (*schedule.saved, *graph.tangents), graph.gradients
     )
-    return Lowered(forward, backward, forward_source, backward_source)
+
+    def in_parts() -> BackwardInParts:
+        """Without cuts if every action is checked."""
+        cuts = () if checked else gradient_cuts(schedule)
+        writer = _Writer(graph, kernels or {}, transports=transports)
+        given = (*schedule.saved, *graph.tangents)
+        _, start = writer.write(f"{name}_backward_in_parts", schedule.backward, given, graph.gradients, cuts=cuts)
+        return BackwardInParts(cuts, start, _read_until(schedule))  # type: ignore[arg-type]
+
+    return Lowered(forward, backward, forward_source, backward_source, functools.cache(in_parts))
+
+
+def _read_until(schedule: Schedule) -> dict[int, int]:
+    graph, last = schedule.graph, last_reads(schedule)
+    kept = (Role.PARAMETER, Role.BUFFER)
+    found = ((place, graph.values[value]) for place, value in enumerate(schedule.saved))
+    return {
+        place: last.get(value.storage, -1) for place, value in found if value.role in kept and value.storage is not None
+    }
 
 
 class _Writer:
@@ -90,9 +134,12 @@ class _Writer:
         given: Sequence[int],
         results: Iterable[int | None],
         literals: Mapping[int, Any] | None = None,
+        cuts: Sequence[Cut] | None = None,
     ) -> tuple[str, Boxed]:
-        """Write a function. `literals` are the results that are not values, by position."""
-        self.lines = [f"def {name}(args):"]
+        """Write a function. `literals` are the results that are not values, by position. With `cuts`, a generator,
+        which stops at each of them."""
+        results, left = list(results), list(cuts or ())
+        self.lines = [f"def {name}(args):" if cuts is None else f"def {name}(args, ready):"]
         if given:
             self._line(f"{''.join(f'{self._variable(value)}, ' for value in given)}= args")
         self._line("args.clear()")
@@ -105,6 +152,8 @@ class _Writer:
                 freed.append(action.value)
                 continue
             self._flush(freed)
+            while left and left[0].after < position:
+                self._hand_over(left.pop(0), results)
             if isinstance(action, Fused):
                 self._call_kernel(action)
             elif isinstance(action, Run):
@@ -115,6 +164,10 @@ class _Writer:
                 made = "".join(f", {self._variable(value)}" for value in made_by(self.graph, action))
                 self._line(f"checking.after({position}{made})")
         self._flush(freed)
+        if cuts is not None:
+            for cut in left:
+                self._hand_over(cut, results)
+            self._line("if False: yield")
         returned = ", ".join(
             repr((literals or {}).get(position)) if value is None else self._read(value)
             for position, value in enumerate(results)
@@ -131,6 +184,15 @@ class _Writer:
         function._boxed_call = True
         weakref.finalize(function, linecache.cache.pop, filename, None)
         return function
+
+    def _hand_over(self, cut: Cut, results: list[int | None]) -> None:
+        """Stop with these results in `ready`, and without a name for them: autograd takes them as they are."""
+        names = "".join(f"{self._variable(value)}, " for place in cut.places if (value := results[place]) is not None)
+        self._line(f"ready.extend(({names}))")
+        self._line(f"del {names.removesuffix(', ')}")
+        self._line("yield")
+        for place in cut.places:
+            results[place] = None
 
     def _line(self, text: str) -> None:
         self.lines.append(f"    {text}")

@@ -5,6 +5,7 @@ Nothing here chooses what to keep, and nothing here runs on real tensors.
 
 from encore.schedule.actions import Action, Free, Fused, Load, Run, Schedule, Store, Wait
 from encore.schedule.copies import CarriedOut, carry_out, carry_out_fates
+from encore.schedule.delivery import Cut, gradient_cuts, last_reads
 from encore.schedule.fusion import Fusion, fuse
 from encore.schedule.order import schedule_step
 from encore.schedule.replayer import replay
@@ -16,6 +17,7 @@ __all__ = [
     "Action",
     "CarriedOut",
     "Change",
+    "Cut",
     "Free",
     "Fused",
     "Fusion",
@@ -33,6 +35,8 @@ __all__ = [
     "carry_out_fates",
     "changes",
     "fuse",
+    "gradient_cuts",
+    "last_reads",
     "place_transfers",
     "replay",
     "residents",

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.workloads import TINY_SIZES, tiny
+from encore.batch_size import largest_within
 from examples.train.command import main
-from examples.train.search import batch_shapes, largest_within
+from examples.train.search import batch_shapes
 from examples.train.settings import Settings
 
 

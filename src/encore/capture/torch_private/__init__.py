@@ -5,13 +5,21 @@
 
 from torch._dynamo import graph_break
 
-from encore.capture.torch_private.autograd_node import keeps_graph, running_node
+from encore.capture.torch_private.autograd_node import (
+    Chain,
+    Groups,
+    backward_number,
+    chain_of,
+    keeps_graph,
+    running_node,
+)
 from encore.capture.torch_private.dynamo import (
     BackendError,
     TraceFailed,
     break_reason,
     dynamo_compile,
     guard_hooks,
+    is_forced_eager,
     outermost_codes,
     pin_sizes,
     traced_code,
@@ -53,11 +61,15 @@ from encore.capture.torch_private.tracing import (
 __all__ = [
     "TRACED_KERNELS",
     "BackendError",
+    "Chain",
+    "Groups",
     "Replacement",
     "TraceFailed",
+    "backward_number",
     "boxed",
     "break_reason",
     "casts_automatically",
+    "chain_of",
     "checkpointed",
     "compile_settings",
     "composite",
@@ -72,6 +84,7 @@ __all__ = [
     "graph_in_place_of",
     "guard_hooks",
     "has_ranks",
+    "is_forced_eager",
     "is_plain_fake",
     "is_transformed",
     "keeps_graph",

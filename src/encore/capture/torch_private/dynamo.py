@@ -24,6 +24,11 @@ from torch._guards import TracingContext
 log = logging.getLogger("encore")
 
 
+def is_forced_eager() -> bool:
+    """Return whether `torch.compiler.set_stance` has compiled functions run as plain PyTorch."""
+    return eval_frame._stance.stance == "force_eager"
+
+
 def pin_sizes(module: fx.GraphModule) -> None:
     """Guard every symbolic size of the inputs to the number it has now: each shape gets a plan of its own."""
     for node in module.graph.find_nodes(op="placeholder"):

@@ -21,7 +21,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from encore.capture.torch_private.autograd_node import hooked_nodes
+from encore.capture.torch_private.autograd_node import Groups, hooked_nodes
 from encore.capture.torch_private.eager_kernels import eager_operators
 from encore.graph.torch_private import FakeTensorMode
 
@@ -39,9 +39,11 @@ def trace_joint(
     forward: Emit,
     backward: Emit,
     takes_missing_gradients: Callable[[], bool],
+    groups: Callable[[Sequence[Any]], Groups],
 ) -> Callable[..., Any]:
     """Run AOTAutograd on a Dynamo graph: `partition` splits the joint graph, `forward` and `backward` compile its
-    parts. For an output without gradient, backward is given None if it `takes_missing_gradients`, else zeros."""
+    parts. For an output without gradient, backward is given None if it `takes_missing_gradients`, else zeros. `groups`
+    are the inputs whose gradients may leave backward before its end."""
 
     def partition_fn(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         return partition(joint, num_fwd_outputs)
@@ -53,7 +55,7 @@ def trace_joint(
         partition_fn=partition_fn,
         decompositions={},
     )
-    with eager_operators(), compile_settings(), hooked_nodes(takes_missing_gradients):
+    with eager_operators(), compile_settings(), hooked_nodes(takes_missing_gradients, groups):
         return compiler(module, inputs)
 
 
