@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from encore.devices import KINDS, kind_of
 from encore.graph.on_shapes import windows
 from encore.graph.ops import SIDE_EFFECTS, OpClass, classify, without_unread
 from encore.graph.sizes import true_bytes, true_types
@@ -339,6 +340,8 @@ class _Builder:
         if pointer not in self.storage_by_pointer:
             self.storage_by_pointer[pointer] = len(self.storages)
             device = str(tensor.device)
+            if kind_of(device) not in (*KINDS, "meta"):
+                raise UnsupportedGraphError(f"it has tensors on {device}; Encore plans steps on CPUs and CUDA devices")
             self.storages.append(Storage(len(self.storages), block_bytes(int(storage.nbytes()), device), device))
         return self.storage_by_pointer[pointer]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from encore.devices import default_generator
 from encore.graph.random_ops import DrawAgain, DrawState, bernoulli_noise, dropout_mask, dropout_noise
 from encore.lower.torch_private import below_autograd, dispatcher_call
 
@@ -26,12 +27,7 @@ def callable_for(target: Any) -> Callable[..., Any]:
 
 
 def _generator(device: str, named: torch.Generator | None = None) -> torch.Generator:
-    if named is not None:
-        return named
-    if device.startswith("cuda"):
-        torch.cuda.init()
-        return torch.cuda.default_generators[torch.device(device).index or 0]
-    return torch.default_generator
+    return default_generator(device) if named is None else named
 
 
 def _draw_again(again: DrawAgain) -> Callable[..., Any]:

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
+from encore.devices import KINDS, kind_of
 from encore.fates import Fate, owners
 from encore.fates.fate import Shape
 from encore.fates.normalised import FROM_STATISTICS, Normalised, is_training_batch_norm
-from encore.fates.recompute import STATE_BYTES, device_of, results_of_copy
+from encore.fates.recompute import device_of, results_of_copy
 from encore.graph import Graph, Op, OpClass, Value
 from encore.graph.editor import Editor
 from encore.graph.ops import classify, is_fusible
@@ -254,7 +255,7 @@ class _Copies:
         """The state of the generator before a draw: a value that forward makes and keeps."""
         if op.id not in self.states:
             device = device_of(self.graph, op)
-            size = STATE_BYTES[device.partition(":")[0]]
+            size = KINDS[kind_of(device)].state_bytes
             storage = self.editor.add_storage(block_bytes(size, "cpu"), "cpu")
             number = self.editor.add(Value(0, f"{op.name}_state", storage, (size,), (1,), torch.uint8, size, None))
             before = dataclasses.replace(
