@@ -21,7 +21,7 @@ from torch import fx
 
 from encore.devices import KINDS, kind_of
 from encore.graph.on_shapes import windows
-from encore.graph.ops import SIDE_EFFECTS, OpClass, classify, without_unread
+from encore.graph.ops import SIDE_EFFECTS, OpClass, class_of_call, without_unread
 from encore.graph.sizes import true_bytes, true_types
 from encore.graph.torch_private import pytree
 from encore.graph.values import Graph, Op, Ref, Role, Storage, Value, block_bytes, refs, span_bytes
@@ -169,9 +169,9 @@ class _Builder:
         target = node.target
         if target is aten.bernoulli.p and self._is_empty(node.args[0]):
             target = torch.ops.encore.bernoulli_noise.default
-        kind = classify(target)
         args = without_unread(node.target, _as_refs(tuple(node.args), self.operand))
         kwargs = _as_refs(dict(node.kwargs), self.operand)
+        kind = class_of_call(target, args, kwargs)
         if isinstance(val, torch.Tensor) and (kind is OpClass.VIEW or self._casts_a_parameter(node, args)):
             same_as = self._same_view(node, args, kwargs, val)
             if same_as is not None:

@@ -27,7 +27,7 @@ from encore.fates.normalised import FROM_STATISTICS, Normalised, is_training_bat
 from encore.fates.recompute import device_of, results_of_copy
 from encore.graph import Graph, Op, OpClass, Value
 from encore.graph.editor import Editor
-from encore.graph.ops import classify, is_fusible
+from encore.graph.ops import class_of_call, is_fusible
 from encore.graph.random_ops import DrawAgain, DrawState
 from encore.graph.tier_ops import is_transfer
 from encore.graph.values import Ref, block_bytes, contiguous_strides, map_refs, refs
@@ -219,7 +219,7 @@ class _Copies:
             args=args,
             kwargs=kwargs,
             reads=tuple(dict.fromkeys(refs((args, kwargs)))),
-            kind=OpClass.CHEAP if random else _kind(target),
+            kind=OpClass.CHEAP if random else _kind(target, args, kwargs),
             forward=False,
             traced_in_forward=False,
             again=True,
@@ -298,7 +298,7 @@ class _Copies:
             reads=tuple(dict.fromkeys(refs(args))),
             writes=(made,),
             returns_tuple=False,
-            kind=_kind(target),
+            kind=_kind(target, args, {}),
         )
         self.after.setdefault(self.last_read[value], []).append(op)
         self.added.setdefault(value, []).append(op)
@@ -378,8 +378,8 @@ def is_barrier(op: Op, *, exact: bool) -> bool:
     return op.kind is not OpClass.VIEW and bool(op.reads) and (exact or not is_fusible(op.target))
 
 
-def _kind(target: Any) -> OpClass:
-    return OpClass.CHEAP if is_transfer(target) else classify(target)
+def _kind(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpClass:
+    return OpClass.CHEAP if is_transfer(target) else class_of_call(target, args, kwargs)
 
 
 def _reading(op: Op, reads: dict[int, int]) -> Op:
