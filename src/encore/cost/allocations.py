@@ -93,11 +93,11 @@ class _AcceleratorMeter:
     def __init__(self, device: torch.device) -> None:
         synchronize(device)
         torch.accelerator.reset_peak_memory_stats(device)
-        self._device, self._before = device, torch.accelerator.memory_allocated(device)
+        self.device, self._before = device, torch.accelerator.memory_allocated(device)
         self._blocks = self._allocations()
 
     def _allocations(self) -> int:
-        found: int = torch.accelerator.memory_stats(self._device).get("allocation.all.allocated", 0)
+        found: int = torch.accelerator.memory_stats(self.device).get("allocation.all.allocated", 0)
         return found
 
     @property
@@ -107,7 +107,7 @@ class _AcceleratorMeter:
 
     def stop(self) -> tuple[int, int]:
         peak, now = (
-            read(self._device) for read in (torch.accelerator.max_memory_allocated, torch.accelerator.memory_allocated)
+            read(self.device) for read in (torch.accelerator.max_memory_allocated, torch.accelerator.memory_allocated)
         )
         return peak - self._before, now - self._before
 
