@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from encore.devices import device_names
 from encore.measurements import processor_name
 from encore.units import bytes_text
 
@@ -53,7 +54,6 @@ def this_machine() -> Machine:
     """Return the facts about this machine."""
     from encore import __version__
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Machine(
         encore=__version__,
         commit=_commit(),
@@ -67,7 +67,7 @@ def this_machine() -> Machine:
         threads=torch.get_num_threads(),
         memory=_memory(),
         compiler=_compiler(),
-        cuda=tuple(torch.cuda.get_device_name(index) for index in range(count)),
+        cuda=device_names(),
     )
 
 

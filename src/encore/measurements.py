@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from encore.cached_files import CachedFileError, read_record, write_record
+from encore.devices import device_names
 from encore.folders import cache_directory
 
 MACHINE, MEASUREMENTS = "machine", "measurements"
@@ -128,8 +129,7 @@ def machine_key() -> str:
         torch.backends.cpu.get_cpu_capability(),
         torch.__version__,
     ]
-    if torch.cuda.is_available():
-        facts += [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    facts += device_names()
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

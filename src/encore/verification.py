@@ -18,6 +18,7 @@ from torch import nn
 from encore.api import compiled_call
 from encore.comparison import Tensors, Verification, compare, compare_errors, cotangent, equal_up_to_rounding
 from encore.compiler.compiled import CompiledCall
+from encore.devices import default_generators
 from encore.errors import OptionError, VerificationError
 from encore.graph.torch_private import pytree
 
@@ -118,13 +119,11 @@ def _named_tensors(prefix: str, tree: Any) -> Tensors:
 def unchanged(owner: nn.Module | None) -> Iterator[Callable[[], None]]:
     """Yield a function that restores buffers and generators, and call it at the end."""
     buffers = {name: buffer.clone() for name, buffer in owner.named_buffers()} if owner is not None else {}
-    state = torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    states = [(generator, generator.get_state()) for generator in default_generators()]
 
     def restore() -> None:
-        torch.set_rng_state(state)
-        if cuda_states:
-            torch.cuda.set_rng_state_all(cuda_states)
+        for generator, state in states:
+            generator.set_state(state)
         if owner is not None:
             with torch.no_grad():
                 for name, buffer in owner.named_buffers():

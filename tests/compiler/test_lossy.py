@@ -362,7 +362,7 @@ def test_an_estimate_says_that_nothing_was_measured() -> None:
 
 
 def test_where_nothing_can_be_measured_no_lossy_codec_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_codecs, "step_has_room", lambda need, cuda: False)
+    monkeypatch.setattr(bounded_codecs, "step_has_room", lambda need, device: False)
     plain, batch = Residual(), pictures()
     model = compiled(plain, 0.01)
     with pytest.warns(UserWarning, match="uses no lossy codecs.*too little free memory"):

@@ -84,7 +84,7 @@ def test_outputs_that_are_views_of_inputs_are_reported() -> None:
 
 def test_a_workspace_that_is_a_bound_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("ENCORE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(workspace, "has_room", lambda footprint, cuda: False)
+    monkeypatch.setattr(workspace, "has_room", lambda footprint, device: False)
     model = encore.compile(nn.Conv2d(3, 4, 3), lowering="eager")
     train_step(model, torch.randn(2, 3, 8, 8))
     notes = encore.report(model).graphs[0].notes

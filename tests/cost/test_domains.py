@@ -159,7 +159,7 @@ def test_a_rewrite_is_not_judged_without_memory_for_both_sides(monkeypatch: pyte
     shape = judge.ConvolutionShape((2, 3, 8, 8), (4, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1, torch.float32)
     asked: list[int] = []
 
-    def no_room(footprint: int, *, cuda: bool) -> bool:
+    def no_room(footprint: int, device: str) -> bool:
         asked.append(footprint)
         return False
 

@@ -12,7 +12,15 @@ import torch
 import encore.rnn  # noqa: F401 - registers encore::*
 from encore.cost.allocations import measure_cpu
 from encore.graph import OpClass, classify
-from encore.graph.ops import CHEAP_PACKETS, HEAVY_PACKETS, OUT_ARGUMENT, OUT_VARIANT, VIEW_PACKETS, WRITES_FIRST
+from encore.graph.ops import (
+    CHEAP_PACKETS,
+    HEAVY_PACKETS,
+    OUT_ARGUMENT,
+    OUT_VARIANT,
+    VIEW_PACKETS,
+    WRITES_FIRST,
+    class_of_call,
+)
 from encore.lower.calls import callable_for
 
 aten = torch.ops.aten
@@ -80,6 +88,19 @@ def test_an_operator_is_of_its_class(target: Any, kind: OpClass) -> None:
 
 def test_an_in_place_draw_counts_as_random() -> None:
     assert classify(aten.bernoulli_.float) is OpClass.RANDOM
+
+
+def test_attention_draws_with_dropout_alone() -> None:
+    efficient = aten._scaled_dot_product_efficient_attention.default
+    q = torch.zeros(1, 1, 2, 2)
+    assert class_of_call(efficient, (q, q, q, None, True), {}) is OpClass.HEAVY
+    assert class_of_call(efficient, (q, q, q, None, True, 0.0, True), {}) is OpClass.HEAVY
+    assert class_of_call(efficient, (q, q, q, None, True, 0.1), {}) is OpClass.RANDOM
+    assert (
+        class_of_call(aten._scaled_dot_product_flash_attention.default, (q, q, q), {"dropout_p": 0.1}) is OpClass.RANDOM
+    )
+    assert classify(aten._scaled_dot_product_efficient_attention_backward.default) is OpClass.HEAVY
+    assert class_of_call(aten.bernoulli.default, (q,), {}) is OpClass.RANDOM
 
 
 def test_no_operator_stands_in_two_tables() -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
 
+from encore.kernels.gpu import has_gpu_kernels
 from nullcuda.null_device import counted
 from nullcuda.steps import Scored, compiled_step
 
@@ -25,3 +31,31 @@ def test_kernels_are_compiled_and_launched() -> None:
     assert step.counts.launches + step.counts.triton_launches <= 1.1 * plain.launches
     assert step.measured <= step.predicted
     assert step.report.graphs[0].kernels > 0
+
+
+@pytest.fixture
+def _without_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    monkeypatch.setenv("ENCORE_CACHE_DIR", str(tmp_path / "encore"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    has_gpu_kernels.cache_clear()
+    yield
+    has_gpu_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("_without_compilers")
+def test_without_a_c_compiler_steps_run_on_pytorchs_operators() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(), nn.Linear(256, 64), nn.ReLU(), nn.LayerNorm(64))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        step = compiled_step(model.cuda(), [torch.randn(512, 64, device="cuda")], budget="min")
+    assert any("C compiler" in str(warning.message) for warning in seen)
+    assert step.measured <= step.predicted
+
+
+@pytest.mark.usefixtures("_without_compilers")
+def test_without_a_c_compiler_no_kernel_of_encores_is_launched() -> None:
+    with pytest.warns(UserWarning, match="needs a C compiler"):
+        assert not has_gpu_kernels(torch.device("cuda"), "codecs run on PyTorch's operators")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from encore.devices import default_generator
 from encore.errors import ReplayError
 from encore.tiers.layout import BlockLayout, layout_of
 
@@ -79,16 +80,14 @@ class Surroundings:
         return {buffer.untyped_storage()._cdata for buffer in self.buffers}
 
     def random_state(self) -> list[Tensor]:
-        default = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
-        return [*default, *(generator.get_state() for generator in self.generators)]
+        return [generator.get_state() for generator in self._all_generators()]
 
     def set_random_state(self, states: Sequence[Tensor]) -> None:
-        rest = iter(states)
-        torch.set_rng_state(next(rest))
-        for device in self.devices:
-            torch.cuda.set_rng_state(next(rest), device)
-        for generator in self.generators:
-            generator.set_state(next(rest))
+        for generator, state in zip(self._all_generators(), states, strict=True):
+            generator.set_state(state)
+
+    def _all_generators(self) -> list[torch.Generator]:
+        return [torch.default_generator, *map(default_generator, self.devices), *self.generators]
 
     def read(self, base: SurroundingState | None = None) -> SurroundingState:
         """Surroundings as they are now; what is as it was in `base` is shared with it."""

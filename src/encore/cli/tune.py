@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from encore.devices import is_here
 from encore.errors import OptionError
 from encore.rnn import tuning
 from encore.terminal import progress, terminal_table
@@ -68,7 +69,7 @@ def sizes(arguments: argparse.Namespace) -> list[tuning.Size]:
         for value in given:
             if value not in known:
                 raise OptionError(f"--{name} takes {', '.join(known)}; got {value!r}")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
+    if not is_here(arguments.device):
         raise OptionError("--device cuda: PyTorch finds no CUDA device here; leave it out to tune for the CPU")
     for name in ("hidden", "batch", "steps", "inputs"):
         given = getattr(arguments, name)

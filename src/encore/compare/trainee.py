@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from encore.comparison import cotangent
 from encore.cost import Measurement, measure
+from encore.devices import default_generators
 from encore.errors import OptionError
 from encore.graph.torch_private import pytree
 
@@ -96,8 +97,7 @@ def _wait_for_device() -> None:
 
 def random_states() -> list[Tensor]:
     """The states of the default generators."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return [torch.get_rng_state(), *devices]
+    return [generator.get_state() for generator in default_generators()]
 
 
 def interleaved_times(

@@ -41,6 +41,7 @@ from encore.cost.gradient_error import (
     run_gradients,
     why_unmeasurable,
 )
+from encore.cost.probe import device_of_step
 from encore.cost.room import step_has_room
 from encore.fates import Encode, Recompute, codes_of, owned
 from encore.plan import Plan, Planner, feature_maps
@@ -120,7 +121,7 @@ class BoundedCodecs:
         """The error of a plan, run operator by operator; None if there is too little memory to measure it."""
         graph = plan.schedule.graph
         need = plan.timeline.step_peak + extra_bytes(graph) + 2 * gradient_bytes(graph)
-        if not step_has_room(need, cuda=self._cuda()):
+        if not step_has_room(need, device_of_step(self.planner.graph)):
             return None
         with self._measuring():
             exact = self._run(plan.schedule, exact=True)
@@ -133,9 +134,6 @@ class BoundedCodecs:
         with real_tensors():
             yield
 
-    def _cuda(self) -> bool:
-        return any(isinstance(primal, torch.Tensor) and primal.is_cuda for primal in self.primals)
-
     def _run(
         self, schedule: Schedule, *, exact: bool, watches: Mapping[int, Callable[..., Any]] | None = None
     ) -> Gradients:
@@ -147,12 +145,12 @@ class BoundedCodecs:
         planner = self.planner
         extra = 2 * gradient_bytes(planner.graph)
         found = [(planner.kept.timeline.step_peak + extra, frozenset[int]())]
-        if found[0][0] > self.limit or not step_has_room(found[0][0], cuda=self._cuda()):
+        if found[0][0] > self.limit or not step_has_room(found[0][0], device_of_step(self.planner.graph)):
             plans = ((planner.plan(frozenset(map(Recompute, values))), values) for values in planner.proposed)
             found += [(plan.timeline.step_peak + extra, values) for plan, values in plans]
         within = [one for one in found if one[0] <= self.limit]
         need, values = max(within, key=lambda one: one[0]) if within else min(found, key=lambda one: one[0])
-        if not step_has_room(need, cuda=self._cuda()):
+        if not step_has_room(need, device_of_step(self.planner.graph)):
             self.why_none = "there is too little free memory to measure them in"
         return values
 

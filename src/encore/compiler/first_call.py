@@ -30,6 +30,7 @@ from encore.comparison import (
 from encore.compiler.lossy_check import has_lossy_codes
 from encore.compiler.session import Session
 from encore.compiler.variants import GraphRunner
+from encore.devices import default_generators
 from encore.errors import CheckError, VerificationError
 from encore.graph import OpClass
 from encore.graph.torch_private import pytree
@@ -146,15 +147,12 @@ class CheckedCall:
         """Restore the state of every generator at the end."""
         modules = (getattr(self.module, str(node.target), None) for node in self.module.graph.find_nodes(op="get_attr"))
         named = [one for one in modules if isinstance(one, torch.Generator)]
-        states = [(one, one.get_state()) for one in (torch.default_generator, *named)]
-        on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        states = [(one, one.get_state()) for one in (*default_generators(), *named)]
         try:
             yield
         finally:
             for one, state in states:
                 one.set_state(state)
-            if on_devices:
-                torch.cuda.set_rng_state_all(on_devices)
 
 
 def _cannot_copy(inputs: Sequence[Any]) -> str:

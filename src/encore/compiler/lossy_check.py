@@ -29,7 +29,9 @@ from encore.cost.gradient_error import (
     run_gradients,
     why_unmeasurable,
 )
+from encore.cost.probe import device_of_step
 from encore.cost.room import step_has_room
+from encore.devices import default_generators
 from encore.graph import Role
 from encore.lower import Lowered
 from encore.lower.kernels import CompiledKernel
@@ -93,7 +95,7 @@ class LossyCheck:
             arg.detach() if graph.values[value].role is Role.PARAMETER else arg.detach().clone()
             for value, arg in zip(graph.primals, args, strict=True)
         ]
-        state = _generator_states(given)
+        state = _generator_states()
         results = run(args)
         saved = results[len(graph.outputs) :]
         self._pending = (_places(saved), given, state, step)
@@ -127,12 +129,12 @@ class LossyCheck:
     def _exact_gradients(self, given: list[Any], tangents: Sequence[torch.Tensor], state: Any) -> Gradients | None:
         graph = self.plan.schedule.graph
         need = self.plan.timeline.step_peak + extra_bytes(graph) + gradient_bytes(graph)
-        if not step_has_room(need, cuda=any(isinstance(one, torch.Tensor) and one.is_cuda for one in given)):
+        if not step_has_room(need, device_of_step(graph)):
             self.why_not = "there is too little free memory to run the step a second time"
             return None
         if self._exact is None:
             self._exact = lower_in_memory(self.plan.schedule, exact=True, kernels=self.kernels)
-        now = _generator_states(given)
+        now = _generator_states()
         with real_tensors():
             _set_generators(state)
             try:
@@ -171,12 +173,10 @@ def _places(tensors: Sequence[Any]) -> tuple[int, ...]:
     return tuple(one.data_ptr() if isinstance(one, torch.Tensor) else 0 for one in tensors)
 
 
-def _generator_states(given: Sequence[Any]) -> Any:
-    cuda = any(isinstance(one, torch.Tensor) and one.is_cuda for one in given)
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else []
+def _generator_states() -> list[tuple[torch.Generator, torch.Tensor]]:
+    return [(generator, generator.get_state()) for generator in default_generators()]
 
 
-def _set_generators(states: Any) -> None:
-    torch.set_rng_state(states[0])
-    if states[1]:
-        torch.cuda.set_rng_state_all(states[1])
+def _set_generators(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)

@@ -1,6 +1,7 @@
 """Notes of the report on graphs for which a promise may not hold.
 
 - Operators whose workspace could not be measured: the prediction counts a bound.
+- Tensors on several accelerators: predictions and budgets are of their bytes together.
 - Outputs that are views of inputs: AOTAutograd runs part of their backward outside the graph, where it is not counted.
 - Code that asks whether it is being compiled. It is while Dynamo traces, and a model may then compute otherwise than in
   eager, with sums in another order. Mamba in transformers runs an associative scan instead of its loop over
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 
 from encore.cost import Workspaces
+from encore.devices import kind_of
 from encore.graph import Graph
 
 COMPILE_QUERIES = frozenset({"is_compiling", "is_dynamo_compiling", "is_torchdynamo_compiling"})
@@ -30,6 +32,14 @@ def workspace_notes(graph: Graph, workspaces: Workspaces) -> list[str]:
         f"the workspace of {operator} is a bound ({reason}): the measured peak may differ from the predicted one"
         for operator, reason in workspaces.bounded(graph).items()
     ]
+
+
+def device_notes(graph: Graph) -> list[str]:
+    """Notes on a planned graph with tensors on several accelerators."""
+    devices = sorted({storage.device for storage in graph.storages if kind_of(storage.device) != "cpu"})
+    if len(devices) < 2:
+        return []
+    return [f"bytes on {', '.join(devices)} are added up, in predictions and for budgets: each device takes less"]
 
 
 def capture_notes(module: fx.GraphModule, traced: Iterable[CodeType]) -> list[str]:

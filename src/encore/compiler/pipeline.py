@@ -30,7 +30,7 @@ from encore.compiler.call_plans import CallPlans, few, unbounded
 from encore.compiler.captured import Captured
 from encore.compiler.forms import Forms, fused, rewrite_for_speed
 from encore.compiler.fuse import FusedPlan, kernels_of
-from encore.compiler.notes import workspace_notes
+from encore.compiler.notes import device_notes, workspace_notes
 from encore.compiler.observers import link_lessons, lossy_check
 from encore.compiler.session import CapturedGraph
 from encore.compiler.stage_clock import StageClock, collector_paused
@@ -453,7 +453,11 @@ def lower_plan(fitting: Fitting, unplanned: Plan, clock: StageClock) -> Variant:
         watches=tuple(watching.values()),
         offers=() if captured.runs else offers,
         choices=tuple(offer.peak_and_overhead for offer in worth_having(offers)),
-        notes=(*workspace_notes(plan.schedule.graph, session.workspaces), *captured.notes),
+        notes=(
+            *workspace_notes(plan.schedule.graph, session.workspaces),
+            *device_notes(plan.schedule.graph),
+            *captured.notes,
+        ),
         lossy_check=lossy_check(captured, found, fitting.chosen.error),
         lessons=link_lessons(captured, plan),
     )

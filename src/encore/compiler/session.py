@@ -24,6 +24,7 @@ from encore.compiler.lossy_check import LossyCheck
 from encore.compiler.step import StepPlanner
 from encore.compiler.watch import CodeWatch
 from encore.cost import LinkLessons, Seconds, Workspaces, assumed_link, known_link, link_to
+from encore.devices import is_here
 from encore.fates import Link
 from encore.lower import Transport
 from encore.options import Options, tier_name
@@ -189,7 +190,7 @@ class Session:
 
     def _useful_tiers(self) -> list[str | Tier]:
         """Without a GPU, host memory is where feature maps are already."""
-        return [tier for tier in self.options.tiers if tier_name(tier) != "host" or torch.cuda.is_available()]
+        return [tier for tier in self.options.tiers if tier_name(tier) != "host" or is_here("cuda")]
 
     @property
     def waited(self) -> float:

@@ -26,6 +26,7 @@ from encore.capture import torch_private
 from encore.capture.unused_outputs import Tangents, Used
 from encore.compiler.delivery import Delivery
 from encore.compiler.session import CapturedGraph, Session
+from encore.devices import default_generator, is_here
 from encore.errors import ReplayError
 from encore.graph import Graph, OpClass, Role
 from encore.lower import Lowered
@@ -345,18 +346,13 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _generator_states(graph: Graph) -> dict[str, bytes]:
     devices = {storage.device for storage in graph.storages}
-    return {device: _state(device) for device in devices if device == "cpu" or device.startswith("cuda")}
+    return {device: _state(device) for device in devices if is_here(device)}
 
 
 def _state(device: str) -> bytes:
     """As bytes of Python's: tensors would count as the step's."""
-    state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device)
-    return state.numpy().tobytes()
+    return default_generator(device).get_state().numpy().tobytes()
 
 
 def _set_state(device: str, state: bytes) -> None:
-    tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    if device == "cpu":
-        torch.set_rng_state(tensor)
-    else:
-        torch.cuda.set_rng_state(tensor, device)
+    default_generator(device).set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

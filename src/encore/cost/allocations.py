@@ -1,7 +1,8 @@
 """What a call allocates, as the allocator reports it.
 
-On CPU, PyTorch's profiler reports every allocation and release, without records of operators, at a microsecond each. On
-CUDA, the caching allocator has statistics of its own.
+On CPU, PyTorch's profiler reports every allocation and release, without records of operators, at a microsecond each.
+Accelerators have statistics of their own. A call that allocates on accelerators is measured on the one with the highest
+peak; any other on the CPU, whatever devices the process has.
 
 Known shortcoming on CPU: a block that was there before the call and is released inside it goes unreported, so the
 peak is then an upper bound. Drop old gradients (`zero_grad`) before measuring a step, not inside.
@@ -19,6 +20,7 @@ import torch
 
 from encore.cost.observation import Observation
 from encore.cost.torch_private import AllocatorEvents, profiler_is_running
+from encore.devices import devices_in_use, synchronize
 from encore.errors import EncoreError
 
 
@@ -47,13 +49,12 @@ def measure(function: Callable[[], Any]) -> Measurement:
             "encore.measure uses PyTorch's profiler, and one is running already; call it outside of that profiler"
         )
     gc.collect()  # garbage in cycles would be released during the call
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return measure_cuda(function)
-    return measure_cpu(function)
+    return _measured(_MeterOfAll(), function)
 
 
-def measure_cuda(function: Callable[[], Any]) -> Measurement:
-    return _measured(_CudaMeter(), function)
+def measure_accelerator(function: Callable[[], Any], device: str | torch.device) -> Measurement:
+    """Call the function once and return what it allocated on one device."""
+    return _measured(_AcceleratorMeter(torch.device(device)), function)
 
 
 def measure_cpu(function: Callable[[], Any]) -> Measurement:
@@ -65,7 +66,7 @@ def start_meter() -> Meter | None:
     Observation.end_running()
     if profiler_is_running():
         return None
-    return _CudaMeter() if torch.cuda.is_available() and torch.cuda.is_initialized() else _CpuMeter()
+    return _MeterOfAll()
 
 
 class Meter(Protocol):
@@ -88,21 +89,46 @@ class _CpuMeter:
         return peak, live
 
 
-class _CudaMeter:
-    def __init__(self) -> None:
-        torch.cuda.synchronize()
-        self._before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+class _AcceleratorMeter:
+    def __init__(self, device: torch.device) -> None:
+        synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        self.device, self._before = device, torch.accelerator.memory_allocated(device)
+        self._blocks = self._allocations()
+
+    def _allocations(self) -> int:
+        found: int = torch.accelerator.memory_stats(self.device).get("allocation.all.allocated", 0)
+        return found
+
+    @property
+    def was_used(self) -> bool:
+        """Whether anything has been allocated on the device."""
+        return self._allocations() > self._blocks
 
     def stop(self) -> tuple[int, int]:
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - self._before, torch.cuda.memory_allocated() - self._before
+        peak, now = (
+            read(self.device) for read in (torch.accelerator.max_memory_allocated, torch.accelerator.memory_allocated)
+        )
+        return peak - self._before, now - self._before
+
+
+class _MeterOfAll:
+    """The CPU and every accelerator in use; the CPU counts if nothing is allocated elsewhere."""
+
+    def __init__(self) -> None:
+        self._accelerators = [_AcceleratorMeter(device) for device in devices_in_use()]
+        self._cpu = _CpuMeter()
+
+    def stop(self) -> tuple[int, int]:
+        cpu = self._cpu.stop()
+        return max((meter.stop() for meter in self._accelerators if meter.was_used), default=cpu)
 
 
 def _measured(meter: Meter, function: Callable[[], Any]) -> Measurement:
     started = time.perf_counter()
     try:
         result = function()
+        synchronize()
     except BaseException:
         meter.stop()
         raise

@@ -63,7 +63,7 @@ class CodecCall:
             else:
                 args = self.codec.decode_args(code, x.shape, x.stride(), x.dtype)
                 calls.append(lambda args=args: self.codec.decode(*args))
-        return seconds_of(calls, cuda=self.device.startswith("cuda"))
+        return seconds_of(calls, device=self.device)
 
     def _sample(self) -> torch.Tensor:
         """Noise with the zeros that the density leaves, or integers of the range that it stands for."""

@@ -17,7 +17,7 @@ import torch
 
 from encore.codecs import Densities, Share
 from encore.codecs.integers import INTEGERS, range_of, width_for
-from encore.cost.timing import generators_kept
+from encore.devices import generators_kept
 from encore.graph import Graph, Op, OpClass
 from encore.graph.torch_private import FakeTensor, packet_name
 from encore.graph.values import map_refs
@@ -49,7 +49,7 @@ def densities(graph: Graph, primals: Sequence[Any], values: Mapping[Share, Colle
     forward = _leading_to(graph, [value for wanted in values.values() for value in wanted])
     last = {value: op.id for op in forward for value in op.reads}
     alive: dict[int, Any] = {**dict(zip(graph.primals, primals, strict=True)), **graph.constants}
-    with torch.no_grad(), generators_kept(cuda=any(_is_cuda(primal) for primal in primals)):
+    with torch.no_grad(), generators_kept():
         for op in forward:
             if not _may_run(op) or any(alive.get(value) is None for value in op.reads):
                 continue
@@ -122,7 +122,3 @@ PLANNED: Mapping[Share, Callable[[torch.Tensor], float]] = {
 def _may_run(op: Op) -> bool:
     generators = (isinstance(argument, torch.Generator) for argument in (*op.args, *op.kwargs.values()))
     return op.kind in RUN and not any(generators)
-
-
-def _is_cuda(primal: Any) -> bool:
-    return isinstance(primal, torch.Tensor) and primal.is_cuda

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from encore.codecs import CODECS, Codec
-from encore.cost.timing import generators_kept
+from encore.devices import generators_kept
 from encore.graph import Graph, Op, OpClass, Role
 from encore.graph.random_ops import DrawState
 from encore.graph.tier_ops import LoadFrom, StoreTo
@@ -166,9 +166,8 @@ def _draws_undone(graph: Graph, primals: Sequence[Any]) -> Iterator[None]:
         if isinstance(argument, torch.Generator) and isinstance(op.target, DrawState | OpOverload)
     }
     states = [(generator, generator.get_state()) for generator in named.values()]
-    cuda = any(isinstance(primal, torch.Tensor) and primal.is_cuda for primal in primals)
     try:
-        with generators_kept(cuda=cuda):
+        with generators_kept():
             yield
     finally:
         for generator, state in states:

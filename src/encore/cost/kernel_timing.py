@@ -11,9 +11,9 @@ import torch
 from encore.cost.probe import random_tensor
 from encore.cost.room import has_room, sets_of_operands
 from encore.cost.seconds import Seconds
-from encore.cost.signature import is_here
 from encore.cost.timing import seconds_of
 from encore.cost.torch_private import profiler_is_running
+from encore.devices import is_here, kind_of
 from encore.graph import OpClass
 from encore.graph.ops import classify
 from encore.graph.values import refs, span_elements
@@ -51,7 +51,7 @@ def kernel_seconds(kernel: Kernel, call: Call) -> float:
         sets = [_operands(kernel) for _ in range(sets_of_operands(_footprint(kernel)))]
         calls = [_bound(call, operands) for operands in sets]
         if not kernel.over:
-            return seconds_of(calls, cuda=_on_cuda(kernel))
+            return seconds_of(calls, device=_device(kernel))
         overwritten = [operands[number] for operands in sets for _, number in kernel.over]
         originals = [tensor.clone() for tensor in overwritten]
 
@@ -59,7 +59,7 @@ def kernel_seconds(kernel: Kernel, call: Call) -> float:
             for tensor, original in zip(overwritten, originals, strict=True):
                 tensor.copy_(original)
 
-        return seconds_of(calls, cuda=_on_cuda(kernel), refresh=refresh)
+        return seconds_of(calls, device=_device(kernel), refresh=refresh)
 
 
 def may_run(kernel: Kernel) -> bool:
@@ -69,7 +69,7 @@ def may_run(kernel: Kernel) -> bool:
         return False
     if _computes_an_index(kernel):
         return False
-    return has_room(_footprint(kernel), cuda=_on_cuda(kernel))
+    return has_room(_footprint(kernel), _device(kernel))
 
 
 def _computes_an_index(kernel: Kernel) -> bool:
@@ -113,5 +113,6 @@ def _footprint(kernel: Kernel) -> int:
     return given + widest * sum(map(span_elements, kernel.shapes, kernel.layouts))
 
 
-def _on_cuda(kernel: Kernel) -> bool:
-    return any(device.startswith("cuda") for device in kernel.devices)
+def _device(kernel: Kernel) -> str:
+    """The accelerator that it runs on, or the CPU."""
+    return max(kernel.devices, key=lambda device: kind_of(device) != "cpu", default="cpu")

@@ -17,6 +17,7 @@ import torch
 from encore.cost.rates import is_duration
 from encore.cost.timing import seconds_of
 from encore.cost.torch_private import profiler_is_running
+from encore.devices import is_here, synchronize
 from encore.fates import Link
 from encore.measurements import machine_cache
 from encore.tiers import Parcel, Tier
@@ -77,7 +78,7 @@ def _key(name: str, place: str, figure: str) -> str:
 
 def measure_link(tier: Tier) -> Link:
     """Measure storing and loading parcels while matrices are multiplied."""
-    device = "cuda" if tier.name == "host" and torch.cuda.is_available() else "cpu"
+    device = "cuda" if tier.name == "host" and is_here("cuda") else "cpu"
     large = [torch.zeros(PARCEL, dtype=torch.uint8, device=device) for _ in range(min(PARCELS, tier.depth))]
     small = [torch.zeros(1, dtype=torch.uint8, device=device) for _ in range(min(SMALL, tier.depth))]
     left, right = (torch.full((SIDE, SIDE), 0.01, device=device) for _ in range(2))
@@ -86,7 +87,7 @@ def measure_link(tier: Tier) -> Link:
         torch.mm(left, right)
 
     with torch.no_grad():
-        alone = seconds_of([compute], cuda=device == "cuda")
+        alone = seconds_of([compute], device=device)
         rounds = [_round_trip(tier, large, compute) for _ in range(ROUNDS)]
         calls = [_round_trip(tier, small, None) for _ in range(ROUNDS)]
     size = PARCEL * len(large)
@@ -108,6 +109,7 @@ def _round_trip(
         parcels += (tier.store([tensor]) for tensor in tensors)
         done = _compute_during(tier, compute)
         tier.wait()
+        synchronize()
         out = time.perf_counter() - started
         started = time.perf_counter()
         for parcel in parcels:
@@ -115,6 +117,7 @@ def _round_trip(
         done += _compute_during(tier, compute)
         for parcel in parcels:
             tier.load(parcel)
+        synchronize()
         back = time.perf_counter() - started
     finally:
         for parcel in parcels:

@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from encore.cost.torch_private import AllocatorEvents, profiler_is_running
+from encore.devices import devices_in_use
 
 MARK_BYTES = 1_048_583
 """An allocation that nothing else makes: a prime number of bytes."""
@@ -42,7 +43,7 @@ class Observation:
     @classmethod
     def start(cls) -> Observation | None:
         """Begin to observe; None where the allocator cannot be observed."""
-        if profiler_is_running() or (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        if profiler_is_running() or devices_in_use():
             return None
         observation = cls()
         observation._hook = register_optimizer_step_pre_hook(lambda *_: observation._end())

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from encore.cost.allocations import measure_cpu, measure_cuda
+from encore.cost.allocations import measure_accelerator, measure_cpu
 from encore.cost.domains import Fill, fill_by_default, operand_domains
-from encore.cost.timing import generators_kept
+from encore.devices import generators_kept, kind_of
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST
 from encore.graph.values import Value, map_refs, span_bytes, span_elements
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def probe_workspace(graph: Graph, op: Op) -> int:
     """Return the peak of an operator's allocations, without its results."""
     call = random_call(graph, op)
-    cuda = on_cuda(graph, op)
-    with torch.no_grad(), generators_kept(cuda=cuda) if op.kind is OpClass.RANDOM else contextlib.nullcontext():
-        measured = (measure_cuda if cuda else measure_cpu)(call)
+    device = device_of_call(graph, op)
+    with torch.no_grad(), generators_kept() if op.kind is OpClass.RANDOM else contextlib.nullcontext():
+        measured = measure_cpu(call) if kind_of(device) == "cpu" else measure_accelerator(call, device)
     return measured.step_peak - measured.left
 
 
@@ -59,9 +59,17 @@ def random_call(graph: Graph, op: Op, over: int | None = None) -> Callable[[], A
     return functools.partial(callable_for(target), *args, **kwargs)
 
 
-def on_cuda(graph: Graph, op: Op) -> bool:
-    storages = (graph.values[value].storage for value in op.reads)
-    return any(graph.storages[storage].device.startswith("cuda") for storage in storages if storage is not None)
+def device_of_call(graph: Graph, op: Op) -> str:
+    """The device that a call runs on: the accelerator among those of its operands and results, if there is one."""
+    values = (graph.values[value] for value in (*op.reads, *op.writes) if value is not None)
+    devices = [graph.storages[value.storage].device for value in values if value.storage is not None]
+    return next((device for device in devices if kind_of(device) != "cpu"), "cpu")
+
+
+def device_of_step(graph: Graph) -> str:
+    """The accelerator that a step computes on; the CPU if it uses none."""
+    devices = (storage.device for storage in graph.storages)
+    return next((device for device in devices if kind_of(device) != "cpu"), "cpu")
 
 
 def random_tensor(

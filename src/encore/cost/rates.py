@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from encore.cost.signature import is_here
 from encore.cost.timing import seconds_of
 from encore.cost.torch_private import profiler_is_running
+from encore.devices import KINDS, is_here, kind_of
 from encore.lower.calls import callable_for
 from encore.measurements import machine_cache
 
@@ -25,10 +25,6 @@ CUDA_FLOPS_IN_HALF = 120e12
 CUDA_BYTES_A_SECOND = 800e9
 VIEW_SECONDS = 1.5e-6
 
-SIDE = {"cpu": 1024, "cuda": 4096}
-"""Rows and columns of the matrices that are multiplied."""
-COPIED = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""Bytes that are copied: more than caches hold."""
 MULTIPLIED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -90,16 +86,16 @@ def is_duration(number: float) -> bool:
 
 
 def _multiply(device: str, dtype: torch.dtype) -> float:
-    side = SIDE[device.partition(":")[0]]
+    side = KINDS[kind_of(device)].product_side
     left, right = (torch.full((side, side), 0.01, dtype=dtype, device=device) for _ in range(2))
-    return 2 * side**3 / seconds_of([lambda: left @ right], cuda=device != "cpu")
+    return 2 * side**3 / seconds_of([lambda: left @ right], device=device)
 
 
 def _copy(device: str) -> float:
-    size = COPIED[device.partition(":")[0]]
+    size = KINDS[kind_of(device)].copied
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / seconds_of([lambda: target.copy_(source)], cuda=device != "cpu")
+    return 2 * size / seconds_of([lambda: target.copy_(source)], device=device)
 
 
 def _view() -> float:

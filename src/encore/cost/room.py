@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from encore.devices import free_bytes, kind_of
 from encore.tiers.limits import available_memory
 
 MOST_BYTES = 4 << 30
@@ -18,10 +17,10 @@ CACHE_BYTES = 64 << 20
 """Operands larger than this do not stay in caches from one call to the next."""
 
 
-def has_room(footprint: int, *, cuda: bool) -> bool:
+def has_room(footprint: int, device: str) -> bool:
     """Return whether operands and results of so many bytes may be allocated for a measurement, with most of the free
     memory left."""
-    free = torch.cuda.mem_get_info()[0] if cuda else _available()
+    free = _available() if kind_of(device) == "cpu" else free_bytes(device)
     return footprint <= min(MOST_BYTES, free // SHARE)
 
 
@@ -35,10 +34,7 @@ def _available() -> int:
     return UNKNOWN_BYTES if found is None else found
 
 
-def step_has_room(footprint: int, *, cuda: bool) -> bool:
+def step_has_room(footprint: int, device: str) -> bool:
     """Return whether a step that takes so many bytes may run now, beyond what is allocated already."""
-    free = _available()
-    if cuda:
-        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        free = torch.cuda.mem_get_info()[0] + cached
+    free = _available() if kind_of(device) == "cpu" else free_bytes(device, cached=True)
     return footprint <= STEP_SHARE * free

@@ -18,13 +18,14 @@ import torch
 from encore.codecs import Codec
 from encore.cost.codec_timing import CodecCall, codec_of
 from encore.cost.domains import domain_key
-from encore.cost.probe import footprint, on_cuda, random_call
+from encore.cost.probe import device_of_call, footprint, random_call
 from encore.cost.rates import Rates, is_duration
 from encore.cost.roofline import kernel_roofline, op_roofline
 from encore.cost.room import has_room, sets_of_operands
-from encore.cost.signature import as_first_drawn, call_signature, can_run, is_here, is_pure_aten
-from encore.cost.timing import MOST_SECONDS, generators_kept, seconds_of
+from encore.cost.signature import as_first_drawn, call_signature, can_run, is_pure_aten
+from encore.cost.timing import MOST_SECONDS, seconds_of
 from encore.cost.torch_private import profiler_is_running
+from encore.devices import generators_kept, is_here
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import is_codec
 from encore.graph.random_ops import DrawState
@@ -125,9 +126,9 @@ class Seconds:
         known = self._recall(key)
         if known is None:
             runs = self.run and not profiler_is_running() and is_here(call.device)
-            if not runs or not has_room(call.footprint, cuda=call.device.startswith("cuda")):
+            if not runs or not has_room(call.footprint, call.device):
                 return op_roofline(graph, op, self._rates)
-            with torch.no_grad(), generators_kept(cuda=call.device.startswith("cuda")):
+            with torch.no_grad(), generators_kept():
                 known = self._known[key] = call.time()
             self._cache.put(key, known)
         return known * call.share
@@ -179,12 +180,11 @@ def may_run(graph: Graph, op: Op) -> bool:
     if any(isinstance(argument, torch.Generator) for argument in (*op.args, *op.kwargs.values())):
         return False  # the user's own
     size = footprint(graph, op)
-    return size >= WORTH_TIMING and has_room(size, cuda=on_cuda(graph, op))
+    return size >= WORTH_TIMING and has_room(size, device_of_call(graph, op))
 
 
 def op_seconds(graph: Graph, op: Op, over: int | None = None, *, most_seconds: float = MOST_SECONDS) -> float:
     """Time one operator on random operands. Those that it writes over are not restored between the few runs."""
-    cuda = on_cuda(graph, op)
-    with torch.no_grad(), generators_kept(cuda=cuda):
+    with torch.no_grad(), generators_kept():
         calls = [random_call(graph, op, over) for _ in range(sets_of_operands(footprint(graph, op)))]
-        return seconds_of(calls, cuda=cuda, most_seconds=most_seconds)
+        return seconds_of(calls, device=device_of_call(graph, op), most_seconds=most_seconds)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from encore.devices import is_here
 from encore.graph import Graph, Op, OpClass
 from encore.graph.random_ops import DrawAgain
 from encore.graph.torch_private import OpOverload
@@ -86,9 +87,3 @@ def can_run(graph: Graph, op: Op) -> bool:
         if not is_here(graph.storages[storage].device):
             return False
     return True
-
-
-def is_here(device: str) -> bool:
-    """Return whether this process can run operators on a device."""
-    kind = device.partition(":")[0]
-    return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())

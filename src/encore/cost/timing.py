@@ -15,11 +15,12 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from encore.devices import KINDS, kind_of, synchronize
 
 try:
     import resource
@@ -36,32 +37,31 @@ LONG_SECONDS = 0.05
 """Calls that take longer run twice, and the better run counts: the first also fills caches of PyTorch's."""
 QUEUED_SECONDS = 5e-4
 """Work that is queued at a time on CUDA: a single call would be timed with its synchronization."""
-COPIED = 1 << 20
-"""Bytes that are copied in between: with their copy, more than the L2 cache has."""
 
 
 def seconds_of(
     calls: Sequence[Callable[[], Any]],
     *,
-    cuda: bool = False,
+    device: str = "cpu",
     refresh: Callable[[], Any] | None = None,
     most_seconds: float = MOST_SECONDS,
 ) -> float:
     """Seconds of one call. `calls` do the same on different operands, and alternate. If they write over their operands,
     `refresh` restores these, which is not timed."""
     began = time.perf_counter()
-    best = min(_run(call, 1, cuda)[0] for call in (calls[0], calls[-1]))
+    best = min(_run(call, 1, device)[0] for call in (calls[0], calls[-1]))
     if best > LONG_SECONDS and best > most_seconds / FEW:
         return best
-    queued = max(1, round(QUEUED_SECONDS / best)) if cuda else 1
+    queued = max(1, round(QUEUED_SECONDS / best)) if kind_of(device) != "cpu" else 1
     best = math.inf  # that run found caches as the allocation of operands had left them
-    source, target = (torch.zeros(COPIED, dtype=torch.uint8) for _ in range(2))
+    size = KINDS[kind_of(device)].flushed
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     quiet = 0
     for made, call in enumerate(itertools.cycle(calls), 1):
         if refresh is not None:
             refresh()
         target.copy_(source)
-        found, disturbed = _run(call, queued, cuda)
+        found, disturbed = _run(call, queued, device)
         best = min(best, found)
         quiet += not disturbed
         spent = time.perf_counter() - began
@@ -70,16 +70,14 @@ def seconds_of(
     return best
 
 
-def _run(call: Callable[[], Any], times: int, cuda: bool) -> tuple[float, bool]:
+def _run(call: Callable[[], Any], times: int, device: str) -> tuple[float, bool]:
     """Seconds a call, and whether it was interrupted."""
-    if cuda:
-        torch.cuda.synchronize()
+    synchronize(device)
     switches = _switches()
     started = time.perf_counter()
     for _ in range(times):
         call()
-    if cuda:
-        torch.cuda.synchronize()
+    synchronize(device)
     seconds = (time.perf_counter() - started) / times
     return seconds, _switches() > switches
 
@@ -87,11 +85,3 @@ def _run(call: Callable[[], Any], times: int, cuda: bool) -> tuple[float, bool]:
 def _switches() -> int:
     """How often the system has preempted a thread of this process."""
     return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-
-
-@contextmanager
-def generators_kept(*, cuda: bool) -> Iterator[None]:
-    """Restore the states of the user's generators at the end."""
-    devices = range(torch.cuda.device_count()) if cuda else ()
-    with torch.random.fork_rng(devices=devices):
-        yield

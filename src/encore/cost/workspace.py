@@ -21,7 +21,7 @@ import torch
 
 from encore.codecs import WORKSPACES as CODING
 from encore.cost.domains import domain_key
-from encore.cost.probe import footprint, on_cuda, probe_workspace
+from encore.cost.probe import device_of_call, footprint, probe_workspace
 from encore.cost.room import has_room
 from encore.cost.signature import as_first_drawn, call_signature, can_run, draws_from_aten, is_pure_aten
 from encore.cost.torch_private import profiler_is_running
@@ -147,7 +147,7 @@ class Workspaces:
             return "a profiler is running"
         if not can_run(graph, op):
             return "it has operands that are empty or on a device that is not here"
-        if not has_room(footprint(graph, op), cuda=on_cuda(graph, op)):
+        if not has_room(footprint(graph, op), device_of_call(graph, op)):
             return "there is too little free memory for its operands"
         return ""
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from encore.devices import KINDS, kind_of
 from encore.fates.fate import Fate, Given
 from encore.fates.normalised import is_training_batch_norm
 from encore.fates.ownership import changing_storages, owned
@@ -19,8 +20,6 @@ from encore.graph.torch_private import OpOverload
 from encore.graph.values import Ref
 
 RUN_AGAIN = frozenset({OpClass.CHEAP, OpClass.HEAVY, OpClass.RANDOM})
-STATE_BYTES = {"cpu": 5056, "cuda": 16}
-"""The size of a generator's state, by type of device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def _can_run_again(graph: Graph, op: Op, changing: set[int]) -> bool:
     if not isinstance(op.target, OpOverload):
         return False
     if op.kind is OpClass.RANDOM:
-        known = device_of(graph, op).partition(":")[0] in STATE_BYTES
+        known = kind_of(device_of(graph, op)) in KINDS
         if not known or op.target.overloadpacket.__name__ not in DRAWS_BY_SHAPE:
             return False
     if op.kind not in RUN_AGAIN:

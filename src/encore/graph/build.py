@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from encore.devices import KINDS, kind_of
 from encore.graph.on_shapes import windows
-from encore.graph.ops import SIDE_EFFECTS, OpClass, classify, without_unread
+from encore.graph.ops import SIDE_EFFECTS, OpClass, class_of_call, without_unread
 from encore.graph.sizes import true_bytes, true_types
 from encore.graph.torch_private import pytree
 from encore.graph.values import Graph, Op, Ref, Role, Storage, Value, block_bytes, refs, span_bytes
@@ -168,9 +169,9 @@ class _Builder:
         target = node.target
         if target is aten.bernoulli.p and self._is_empty(node.args[0]):
             target = torch.ops.encore.bernoulli_noise.default
-        kind = classify(target)
         args = without_unread(node.target, _as_refs(tuple(node.args), self.operand))
         kwargs = _as_refs(dict(node.kwargs), self.operand)
+        kind = class_of_call(target, args, kwargs)
         if isinstance(val, torch.Tensor) and (kind is OpClass.VIEW or self._casts_a_parameter(node, args)):
             same_as = self._same_view(node, args, kwargs, val)
             if same_as is not None:
@@ -339,6 +340,8 @@ class _Builder:
         if pointer not in self.storage_by_pointer:
             self.storage_by_pointer[pointer] = len(self.storages)
             device = str(tensor.device)
+            if kind_of(device) not in (*KINDS, "meta"):
+                raise UnsupportedGraphError(f"it has tensors on {device}; Encore plans steps on CPUs and CUDA devices")
             self.storages.append(Storage(len(self.storages), block_bytes(int(storage.nbytes()), device), device))
         return self.storage_by_pointer[pointer]
 

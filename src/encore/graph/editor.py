@@ -15,7 +15,7 @@ import torch
 from encore.errors import IllegalGraphError
 from encore.graph import Graph, Op, OpClass, Storage, Value
 from encore.graph.on_shapes import windows
-from encore.graph.ops import SIDE_EFFECTS, classify
+from encore.graph.ops import SIDE_EFFECTS, class_of_call, classify
 from encore.graph.values import Ref, block_bytes, contiguous_strides, map_refs, refs
 from encore.graph.verify import STORAGE_OFFSET
 
@@ -60,7 +60,7 @@ class Editor:
             reads=tuple(dict.fromkeys(refs((tuple(args), kwargs or {})))),
             writes=(),
             returns_tuple=False,
-            kind=classify(target),
+            kind=class_of_call(target, args, kwargs or {}),
             module=neighbour.module,
             source=neighbour.source,
             traced_in_forward=neighbour.traced_in_forward,

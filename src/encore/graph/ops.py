@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -130,8 +130,9 @@ alike, weight normalisation and attention want theirs dense."""
 
 DRAWS_NOTHING = frozenset({
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
 })  # fmt: skip
-"""Tagged as random for a dropout that their kernel does not support."""
+"""Tagged as random for a dropout that their kernel does not support, or that it repeats from forward's state."""
 
 DRAWS_BY_SHAPE = frozenset({
     "dropout_mask", "dropout_noise", "bernoulli_noise", "native_dropout", "rand", "rand_like", "randn", "randn_like",
@@ -178,6 +179,19 @@ def classify(target: Any) -> OpClass:
     if packet in CHEAP_PACKETS or torch.Tag.pointwise in target.tags or torch.Tag.reduction in target.tags:
         return OpClass.CHEAP
     return OpClass.OPAQUE
+
+
+def class_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpClass:
+    """Return the class of an operator's call: attention is tagged as random for a dropout that may be zero."""
+    kind = classify(target)
+    if kind is not OpClass.RANDOM or not isinstance(target, OpOverload):
+        return kind
+    names = [argument.name for argument in target._schema.arguments]
+    if "dropout_p" not in names:
+        return kind
+    position = names.index("dropout_p")
+    dropout = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+    return OpClass.HEAVY if dropout == 0.0 else kind
 
 
 NOT_FUSED = frozenset({

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
+from encore.devices import KINDS, kind_of
 from encore.graph.ops import OpClass
-
-CUDA_BLOCK = 512
 
 
 class Role(enum.Enum):
@@ -173,8 +172,9 @@ class Graph:
 
 
 def block_bytes(size: int, device: str) -> int:
-    """The bytes that the allocator of a device returns for `size` bytes: as many on CPU, multiples of 512 on CUDA."""
-    return -(-size // CUDA_BLOCK) * CUDA_BLOCK if device.startswith("cuda") else size
+    """The bytes that the allocator of a device returns for `size` bytes."""
+    block = KINDS[kind].block if (kind := kind_of(device)) in KINDS else 1
+    return -(-size // block) * block
 
 
 def span_bytes(value: Value) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from encore.devices import default_generator
 from encore.graph.random_ops import DrawAgain, DrawState, bernoulli_noise, dropout_mask, dropout_noise
-from encore.lower.torch_private import below_autograd, dispatcher_call
+from encore.lower.torch_private import below_autograd, dispatcher_call, takes_cudnn_batch_norm
 
 aten = torch.ops.aten
 
@@ -26,12 +27,7 @@ def callable_for(target: Any) -> Callable[..., Any]:
 
 
 def _generator(device: str, named: torch.Generator | None = None) -> torch.Generator:
-    if named is not None:
-        return named
-    if device.startswith("cuda"):
-        torch.cuda.init()
-        return torch.cuda.default_generators[torch.device(device).index or 0]
-    return torch.default_generator
+    return default_generator(device) if named is None else named
 
 
 def _draw_again(again: DrawAgain) -> Callable[..., Any]:
@@ -63,9 +59,48 @@ def _with_grad_mode(target: Any) -> Callable[..., Any]:
     return run
 
 
+def _batch_norm(target: Any, statistics: int, train: bool | None, copies: bool = False) -> Callable[..., Any]:
+    """Normalisation by the batch as eager runs it: by cuDNN where PyTorch takes that, since its bits are others.
+    `statistics` counts the arguments of running statistics, which cuDNN updates in place."""
+    call = dispatcher_call(target)
+
+    def run(x: Any, weight: Any, bias: Any, *others: Any) -> Any:
+        before: tuple[Any, Any] = others[:2] if statistics else (None, None)  # type: ignore[assignment]
+        *flag, momentum, eps = others[statistics:]
+        training = bool(flag[0]) if train is None else train
+        if not takes_cudnn_batch_norm(x, weight, bias, *before, training, eps):
+            return call(x, weight, bias, *others)
+        running = [one.clone() if copies and one is not None else one for one in before]
+        output, mean, scale, _ = aten.cudnn_batch_norm.default(x, weight, bias, *running, training, momentum, eps)
+        return (output, mean, scale, *running) if copies else (output, mean, scale)
+
+    run.__name__ = str(target).replace(".", "_")
+    return run
+
+
+def _batch_norm_backward(grad: Any, x: Any, weight: Any, *others: Any) -> Any:
+    mean, variance, saved_mean, saved_scale, train, eps, wanted = others
+    if not train or not takes_cudnn_batch_norm(x, weight, weight, mean, variance, train, eps):
+        call = dispatcher_call(aten.native_batch_norm_backward.default)
+        return call(grad, x, weight, *others)
+    reserve = x.new_empty(0, dtype=torch.uint8)
+    found = aten.cudnn_batch_norm_backward.default(
+        x, grad.contiguous(), weight, mean, variance, saved_mean, saved_scale, eps, reserve
+    )
+    return tuple(one if want else None for one, want in zip(found, wanted, strict=True))
+
+
 SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.ops.encore.bernoulli_noise.default: bernoulli_noise,
     torch.ops.encore.dropout_mask.default: dropout_mask,
     torch.ops.encore.dropout_noise.default: dropout_noise,
+    aten._native_batch_norm_legit_functional.default: _batch_norm(
+        aten._native_batch_norm_legit_functional.default, 2, None, copies=True
+    ),
+    aten._native_batch_norm_legit.no_stats: _batch_norm(aten._native_batch_norm_legit.no_stats, 0, None),
+    aten._native_batch_norm_legit_no_training.default: _batch_norm(
+        aten._native_batch_norm_legit_no_training.default, 2, False
+    ),
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.mkldnn_rnn_layer.default: _with_grad_mode(aten.mkldnn_rnn_layer.default),
 }

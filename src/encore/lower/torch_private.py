@@ -211,6 +211,18 @@ def dispatcher_call(target: Any) -> Callable[..., Any]:
     return target._op if isinstance(target, OpOverload) else target
 
 
+def takes_cudnn_batch_norm(
+    x: torch.Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, eps: float
+) -> bool:
+    """Return whether eager PyTorch gives this normalisation to cuDNN. With channels last, cuDNN keeps a reserve for
+    backward, which no graph has."""
+    if not x.is_cuda or not x.is_contiguous() or weight is None or bias is None:
+        return False
+    mean, variance = (weight if one is None else one for one in (mean, variance))  # in training, both or neither
+    found = torch._C._select_batch_norm_backend(x, weight, bias, mean, variance, training, eps)  # type: ignore[attr-defined]
+    return bool(found == torch._C._BatchNormBackend.Cudnn)  # type: ignore[attr-defined]
+
+
 def below_autograd() -> Any:
     """A context in which autograd does not see operators, whatever the grad mode."""
     return torch._C._AutoDispatchBelowAutograd()

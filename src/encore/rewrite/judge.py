@@ -17,6 +17,7 @@ import torch
 
 from encore.cost.room import has_room
 from encore.cost.torch_private import profiler_is_running
+from encore.devices import synchronize
 from encore.graph import Graph
 from encore.measurements import machine_cache
 from encore.rewrite.additive_scores import AdditiveScores
@@ -184,15 +185,17 @@ class Judge:
             f"{device_of(graph, example.left)} threads={torch.get_num_threads()}"
         )
         sides = left.bytes + right.bytes + left.shape[0] * right.shape[1] * left.bytes // max(1, math.prod(left.shape))
-        cuda = device_of(graph, example.left).startswith("cuda")
-        ratio = self._known_ratio(key, lambda: (before, after), footprint=(SAMPLE + 1) * sides, cuda=cuda)
+        device = device_of(graph, example.left)
+        ratio = self._known_ratio(key, lambda: (before, after), footprint=(SAMPLE + 1) * sides, device=device)
         return left.shape[0] <= FEW_ROWS if ratio is None else ratio < WORTH_IT
 
-    def _known_ratio(self, key: str, sides: Callable[[], Sides], *, footprint: int, cuda: bool = False) -> float | None:
+    def _known_ratio(
+        self, key: str, sides: Callable[[], Sides], *, footprint: int, device: str = "cpu"
+    ) -> float | None:
         """Time of the second side over that of the first: from before, or measured now; None where nothing may run, or
         where there is no memory for operands and results of `footprint` bytes."""
         ratio = self.cache.get(key)
-        if ratio is None and self.run and has_room(footprint, cuda=cuda):
+        if ratio is None and self.run and has_room(footprint, device):
             ratio = _ratio(*sides())
             self.cache.put(key, ratio)
         return ratio
@@ -377,11 +380,6 @@ def _ratio(before: Callable[[], None], after: Callable[[], None]) -> float:
             for side, run in enumerate((before, after)):
                 started = time.perf_counter()
                 run()
-                _wait()
+                synchronize()
                 best[side] = min(best[side], time.perf_counter() - started)
     return best[1] / best[0]
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

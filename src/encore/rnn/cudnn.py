@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from encore.devices import is_here
 from encore.rnn.registry import MADE_UP
 from encore.rnn.torch_private import without_modes
 
@@ -71,10 +72,10 @@ def _layout(
     hidden: int, dtype: torch.dtype, device: torch.device,
 ) -> tuple[tuple[int, ...], int]:  # fmt: skip
     """Where in the buffer each weight begins, and the buffer's elements: as cuDNN wants it, or in order without one."""
-    if not torch.cuda.is_available():
+    if not is_here(device):
         sizes = [math.prod(shape) for shape in shapes]
         return tuple(sum(sizes[:position]) for position in range(len(sizes))), sum(sizes)
-    with without_modes(), torch.no_grad(), torch.cuda.device(device):
+    with without_modes(), torch.no_grad(), torch.accelerator.device_index(device.index):
         made = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         width = made[0].shape[1]
         aten._cudnn_rnn_flatten_weight(made, stride, width, mode, hidden, projection, layers, False, bidirectional)
@@ -121,7 +122,7 @@ def _dropout_state(device: torch.device, dropout: float) -> Tensor:
 def _forward(x: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor], *options: Any) -> tuple[Tensor, ...]:
     stride, mode, layers, bidirectional, dropout, train = options
     hidden, projection = _sizes(h0, weights, mode)
-    with torch.cuda.device(x.device):
+    with torch.accelerator.device_index(x.device.index):
         buffer, views = _flat(h0, weights, options)
         state = _dropout_state(x.device, dropout) if dropout else None
         output, h_n, c_n, reserve, _ = aten._cudnn_rnn(
@@ -151,7 +152,7 @@ def _reserve_bytes(
 ) -> int:  # fmt: skip
     """The bytes that forward keeps: cuDNN's answer, where it is here and has the memory to run once."""
     mode, layers, bidirectional = options[1:4]
-    if torch.cuda.is_available():
+    if is_here(device):
         with without_modes(), torch.no_grad():
             try:
                 tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape in (x, h0, *weights)]
@@ -191,7 +192,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
         raise RuntimeError("cudnn RNN backward can only be called in training mode")
     hidden, projection = _sizes(h0, weights, mode)
     torch.autograd.graph.increment_version(reserve)
-    with torch.cuda.device(x.device):
+    with torch.accelerator.device_index(x.device.index):
         buffer, views = _flat(h0, weights, options)
         state = _dropout_state(x.device, dropout) if dropout else None
         grad_x, grad_h0, grad_c0, found = aten._cudnn_rnn_backward(

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from encore.devices import synchronize
 from encore.measurements import machine_cache
 from encore.rnn import native
 
@@ -307,8 +308,7 @@ def _step(size: Size) -> Callable[[], float]:
     def step() -> float:
         began = time.perf_counter()
         torch.autograd.grad(module(x)[0], wanted, grad)
-        if size.device != "cpu":
-            torch.cuda.synchronize()
+        synchronize(size.device)
         return time.perf_counter() - began
 
     return step

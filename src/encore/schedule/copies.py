@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
+from encore.devices import KINDS, kind_of
 from encore.fates import Fate, owners
 from encore.fates.fate import Shape
 from encore.fates.normalised import FROM_STATISTICS, Normalised, is_training_batch_norm
-from encore.fates.recompute import STATE_BYTES, device_of, results_of_copy
+from encore.fates.recompute import device_of, results_of_copy
 from encore.graph import Graph, Op, OpClass, Value
 from encore.graph.editor import Editor
-from encore.graph.ops import classify, is_fusible
+from encore.graph.ops import class_of_call, is_fusible
 from encore.graph.random_ops import DrawAgain, DrawState
 from encore.graph.tier_ops import is_transfer
 from encore.graph.values import Ref, block_bytes, contiguous_strides, map_refs, refs
@@ -218,7 +219,7 @@ class _Copies:
             args=args,
             kwargs=kwargs,
             reads=tuple(dict.fromkeys(refs((args, kwargs)))),
-            kind=OpClass.CHEAP if random else _kind(target),
+            kind=OpClass.CHEAP if random else _kind(target, args, kwargs),
             forward=False,
             traced_in_forward=False,
             again=True,
@@ -254,7 +255,7 @@ class _Copies:
         """The state of the generator before a draw: a value that forward makes and keeps."""
         if op.id not in self.states:
             device = device_of(self.graph, op)
-            size = STATE_BYTES[device.partition(":")[0]]
+            size = KINDS[kind_of(device)].state_bytes
             storage = self.editor.add_storage(block_bytes(size, "cpu"), "cpu")
             number = self.editor.add(Value(0, f"{op.name}_state", storage, (size,), (1,), torch.uint8, size, None))
             before = dataclasses.replace(
@@ -297,7 +298,7 @@ class _Copies:
             reads=tuple(dict.fromkeys(refs(args))),
             writes=(made,),
             returns_tuple=False,
-            kind=_kind(target),
+            kind=_kind(target, args, {}),
         )
         self.after.setdefault(self.last_read[value], []).append(op)
         self.added.setdefault(value, []).append(op)
@@ -377,8 +378,8 @@ def is_barrier(op: Op, *, exact: bool) -> bool:
     return op.kind is not OpClass.VIEW and bool(op.reads) and (exact or not is_fusible(op.target))
 
 
-def _kind(target: Any) -> OpClass:
-    return OpClass.CHEAP if is_transfer(target) else classify(target)
+def _kind(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpClass:
+    return OpClass.CHEAP if is_transfer(target) else class_of_call(target, args, kwargs)
 
 
 def _reading(op: Op, reads: dict[int, int]) -> Op:

@@ -144,7 +144,8 @@ class Disk(Tier):
 
     def _fetch(self, block: Block) -> None:
         block.tensors = block.layout.make()
-        self._jobs.put(lambda buffer: self._read(block, buffer))
+        unused = _arrival(block.tensors)  # kernels that are queued may still use this memory
+        self._jobs.put(lambda buffer: self._read(block, buffer, unused))
 
     def _await_transfer(self) -> None:
         arrived = self._changed.wait(timeout=1.0)
@@ -184,11 +185,12 @@ class Disk(Tier):
             self._count_store(block, block.times.stored - started)
             self._finish_store(block, error=error)
 
-    def _read(self, block: Block, buffer: _Buffer) -> None:
+    def _read(self, block: Block, buffer: _Buffer, unused: Callable[[], None]) -> None:
         started = time.perf_counter()
         error: TierError | None = None
         assert block.tensors is not None
         try:
+            unused()
             checksum = 0
             for first, memory, view in _pieces(block, buffer):
                 self._file.read(block.place.offset + first, view)
@@ -240,12 +242,15 @@ def _pieces(block: Block, buffer: _Buffer) -> Iterator[tuple[int, Tensor, memory
 
 
 def _arrival(tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """To call before reading tensors on another thread: waits for the device that is still computing them."""
-    if not any(tensor.is_cuda for tensor in tensors):
-        return lambda: None
-    event = torch.cuda.Event()
-    event.record()
-    return event.synchronize
+    """To call before another thread reads or writes tensors: waits for what their devices have been given so far."""
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    events = [torch.accelerator.current_stream(device).record_event() for device in devices]
+
+    def wait() -> None:
+        for event in events:
+            event.synchronize()
+
+    return wait
 
 
 def _as_tier_error(problem: Exception) -> TierError:

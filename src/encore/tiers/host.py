@@ -1,9 +1,10 @@
 """The host tier: from a GPU into pinned memory, on streams of its own; on a CPU, memory that the budget does not count.
 
 A store copies into pinned blocks on one side stream, a load back on another, and events order both with the stream that
-computes; only the device waits. Pinned blocks are kept and used again, since pinning is slow. On a machine without a
-GPU tensors are in host memory already and simply stay, uncopied: useful for the states of `encore.scan`, whose budget
-is for computing memory, and for nothing else. Only that half is tested without a GPU.
+computes; only the device waits. Tensors are allocated by the stream that computes, whose pool has the memory that it
+freed, and are freed there behind an event: nothing is reserved for the side streams. Pinned blocks are kept and used
+again, since pinning is slow. On a machine without a GPU tensors are in host memory already and simply stay, uncopied:
+useful for the states of `encore.scan`, whose budget is for computing memory, and for nothing else.
 
 Blocks have no checksum here, unlike on disk. Bytes never leave the machine's memory, where parcels are no more likely
 to change than the tensors that computing reads unchecked; on a CPU there is not even a copy, and a tensor that was
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from encore.devices import is_here
 from encore.errors import TierError
 from encore.tiers.layout import PAGE, rounded
 from encore.tiers.limits import available_memory
@@ -38,8 +40,14 @@ class _HostRoom:
     """Host memory of a block: pinned if it comes from a GPU, else that of its tensors."""
 
     pinned: Tensor | None = None
-    sent: torch.cuda.Event | None = None
-    fetched: torch.cuda.Event | None = None
+    stream: torch.Stream | None = None
+    """The stream that computes: the tensors' memory is in its pool."""
+    sent: torch.Event | None = None
+    fetched: torch.Event | None = None
+
+    @property
+    def events(self) -> list[torch.Event]:
+        return [event for event in (self.sent, self.fetched) if event is not None]
 
 
 class Host(Tier):
@@ -52,9 +60,9 @@ class Host(Tier):
         self.capacity = None if capacity is None else parse_bytes(capacity, "capacity")
         self.used = 0
         self._looked_at = -LOOK_EVERY
-        self._pinned: dict[int, list[Tensor]] = {}
-        """Pinned blocks that are free, by size."""
-        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+        self._pinned: dict[int, list[tuple[Tensor, list[torch.Event]]]] = {}
+        """Pinned blocks that are free once these events have passed, by size."""
+        self._streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
         """Of each GPU, the outgoing and the incoming one."""
 
     @property
@@ -62,7 +70,7 @@ class Host(Tier):
         return super().busy or not all(incoming.query() for _, incoming in list(self._streams.values()))
 
     def memory(self, size: int) -> int:
-        return self.depth * size if torch.cuda.is_available() else 0
+        return self.depth * size if is_here("cuda") else 0
 
     def claim(self, sizes: Sequence[int]) -> None:
         if not self.has_room(sum(sizes)):
@@ -72,11 +80,11 @@ class Host(Tier):
         tensors = super().load(parcel)
         room = parcel.block.place
         if room is not None and room.fetched is not None:  # loaded, and not still in memory
-            for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-                current = torch.cuda.current_stream(device)
-                current.wait_event(room.fetched)
+            current = torch.accelerator.current_stream(room.stream.device)
+            current.wait_event(room.fetched)
+            if current != room.stream:
                 for tensor in tensors:
-                    if tensor.device == device:
+                    if tensor.is_cuda:
                         tensor.record_stream(current)
         return tensors
 
@@ -123,10 +131,9 @@ class Host(Tier):
         self.used -= block.bytes
         self._looked_at = min(self._looked_at, self.used)
         if room.pinned is not None:
-            for event in (room.sent, room.fetched):
-                if event is not None:
-                    event.synchronize()
-            self._pinned.setdefault(len(room.pinned), []).append(room.pinned)
+            if room.fetched is not None:  # tensors that were loaded, and not taken, are free by now
+                room.stream.wait_event(room.fetched)
+            self._pinned.setdefault(len(room.pinned), []).append((room.pinned, room.events))
 
     def _send(self, block: Block) -> None:
         """From a GPU, copy into a pinned block on the outgoing stream, behind what computes the tensors."""
@@ -139,34 +146,41 @@ class Host(Tier):
             else:
                 room = block.place
                 size = rounded(max(block.bytes, 1), PAGE)
-                free = self._pinned.get(size)
-                room.pinned = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 outgoing, _ = self._streams_of(device)
-                outgoing.wait_stream(torch.cuda.current_stream(device))
-                with torch.cuda.stream(outgoing):
+                free = self._pinned.get(size)
+                room.pinned, earlier = (
+                    free.pop(0) if free else (torch.empty(size, dtype=torch.uint8, pin_memory=True), [])
+                )
+                for event in earlier:
+                    outgoing.wait_event(event)
+                room.stream = torch.accelerator.current_stream(device)
+                outgoing.wait_stream(room.stream)
+                with outgoing:
                     block.layout.pack(block.tensors, room.pinned, wait=False)
-                    room.sent = torch.cuda.Event()
-                    room.sent.record(outgoing)
+                room.sent = outgoing.record_event()
             self._count_store(block, time.perf_counter() - started)
 
     def _fetch(self, block: Block) -> None:
-        """Copy back on the incoming stream, behind the store."""
+        """Copy back on the incoming stream, behind the store and behind what used the memory before."""
         room = block.place
         device = next(entry.device for entry in block.layout.entries if entry.device.type == "cuda")
         _, incoming = self._streams_of(device)
+        room.stream = torch.accelerator.current_stream(device)
+        block.tensors = block.layout.make()
         incoming.wait_event(room.sent)
-        with torch.cuda.stream(incoming):
-            block.tensors = block.layout.make()
+        incoming.wait_stream(room.stream)
+        with incoming:
             block.layout.fill(block.tensors, room.pinned, wait=False)
-            room.fetched = torch.cuda.Event()
-            room.fetched.record(incoming)
+        room.fetched = incoming.record_event()
         self.transfers.bytes_loaded += block.bytes
         block.loading = False
 
     def _await_transfer(self) -> None:
-        if self._leaving and self._leaving[0].place is not None and self._leaving[0].place.sent is not None:
-            self._leaving[0].place.sent.synchronize()
-            self._poll()
+        """The device waits: tensors are freed behind the copy, in the order of the stream that computes."""
+        room = self._leaving[0].place if self._leaving else None
+        if room is not None and room.sent is not None:
+            room.stream.wait_event(room.sent)
+            self._finish_store(self._leaving[0])
         else:
             self._changed.wait(timeout=1.0)  # another thread is about to send it
 
@@ -176,7 +190,7 @@ class Host(Tier):
                 return
             self._finish_store(self._leaving[0])
 
-    def _streams_of(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    def _streams_of(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._streams[device] = torch.Stream(device), torch.Stream(device)
         return self._streams[device]

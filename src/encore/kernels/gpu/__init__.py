@@ -17,9 +17,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
+import shutil
 import warnings
 
 import torch
+
+from encore.devices import capability, is_here
 
 LEAST_CAPABILITY = (8, 0)
 """Kernels are compiled, in tests, for this one and for 9.0."""
@@ -40,9 +44,10 @@ def _missing(device: torch.device) -> str | None:
     """What is missing. A device that this machine does not have belongs to an estimate: nothing is missing."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (`pip install 'encore-torch[gpu]'`)"
-    if torch.version.hip is None and torch.cuda.is_available():
-        found = torch.cuda.get_device_capability(device)
-        if found < LEAST_CAPABILITY:
-            wanted = ".".join(map(str, LEAST_CAPABILITY))
-            return f"this GPU has compute capability {found[0]}.{found[1]}, and kernels want {wanted} or newer"
+    if is_here(device) and not any(map(shutil.which, [os.environ.get("CC", ""), "clang", "gcc"])):
+        return "Triton needs a C compiler, and finds none (install gcc, or set CC)"
+    found = capability(device)
+    if found is not None and found < LEAST_CAPABILITY:
+        wanted = ".".join(map(str, LEAST_CAPABILITY))
+        return f"this GPU has compute capability {found[0]}.{found[1]}, and kernels want {wanted} or newer"
     return None

@@ -1,0 +1,146 @@
+"""Tiers on streams that are threads, with copies that take effect late: what is loaded is what was stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from encore.tiers import Disk, Host, Tier
+from nullcuda.null_device import counted, counts, device_with, late_fill
+
+BYTES = 1 << 16
+LATE = 20_000
+"""Microseconds after which a kernel writes."""
+
+
+@pytest.fixture(params=["host", "disk"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
+    with device_with(streams=1, copy_us=5_000), Host() if request.param == "host" else Disk(tmp_path) as opened:
+        yield opened
+
+
+def on_streams(device: str) -> list[Any]:
+    return [torch.accelerator.current_stream(device), torch.Stream(device)]
+
+
+def filled(number: int, device: str = "cuda") -> torch.Tensor:
+    """A tensor that is computed late, on the current stream."""
+    x = torch.empty(BYTES, dtype=torch.uint8, device=device)
+    late_fill(x, number, LATE)
+    return x
+
+
+def read(x: torch.Tensor) -> set[int]:
+    """The numbers in it, for what comes next on the current stream."""
+    there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    there.copy_(x, non_blocking=True)
+    torch.accelerator.current_stream(x.device).synchronize()
+    return set(there.tolist())
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
+def test_a_parcel_comes_back_as_it_was_stored(tier: Tier, device: str, side: bool) -> None:
+    with torch.accelerator.device_index(torch.device(device).index), on_streams(device)[side]:
+        for number in range(1, 6):
+            x = filled(number, device)
+            parcel = tier.store([x])
+            del x
+            tier.wait_for(parcel)
+            late_fill(torch.empty(BYTES, dtype=torch.uint8, device=device), 99, LATE)  # takes the memory that was freed
+            assert tier.prefetch(parcel)
+            (loaded,) = tier.load(parcel)
+            assert read(loaded) == {number}
+            del loaded
+            tier.free(parcel)
+
+
+def test_a_tensor_of_another_device_than_the_current_one(tier: Tier) -> None:
+    with torch.accelerator.device_index(1):
+        x = filled(7, "cuda:1")
+    parcel = tier.store([x])
+    del x
+    tier.wait_for(parcel)
+    (loaded,) = tier.load(parcel)
+    assert loaded.device == torch.device("cuda:1")
+    with torch.accelerator.device_index(1):
+        assert read(loaded) == {7}
+
+
+def test_memory_is_not_loaded_into_while_kernels_still_use_it(tier: Tier) -> None:
+    with torch.Stream("cuda"):
+        parcel = tier.store([filled(3)])
+        tier.wait_for(parcel)
+        late_fill(torch.empty(BYTES, dtype=torch.uint8, device="cuda"), 50, 5 * LATE)  # freed, and not yet written
+        (loaded,) = tier.load(parcel)
+        assert read(loaded) == {3}
+
+
+def test_a_load_that_nobody_takes_is_freed_behind_its_copy() -> None:
+    with device_with(streams=1, copy_us=50_000), Host() as tier:
+        parcel = tier.store([filled(3)])
+        tier.wait_for(parcel)
+        tier.prefetch(parcel)
+        tier.free(parcel)
+        del parcel
+        x = torch.empty(BYTES, dtype=torch.uint8, device="cuda")  # the memory of the load
+        late_fill(x, 9, 0)
+        torch.cuda.synchronize()
+        assert read(x) == {9}
+
+
+def test_a_pinned_block_is_written_again_only_when_its_load_has_read_it() -> None:
+    with device_with(streams=1, copy_us=20_000), Host() as tier:
+        taken = []
+        for number in range(1, 9):
+            parcel = tier.store([filled(number)])
+            tier.wait_for(parcel)
+            taken += tier.load(parcel)
+            tier.free(parcel)
+        assert [read(x) for x in taken] == [{number} for number in range(1, 9)]
+        assert counts().pinned > 0
+
+
+def test_the_host_tier_waits_on_the_device_alone_and_reserves_nothing_aside() -> None:
+    with device_with(streams=1), Host() as tier:
+        tensors = [torch.empty(8 << 20, dtype=torch.uint8, device="cuda") for _ in range(6)]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_reserved()
+
+        def there_and_back() -> None:
+            parcels = []
+            for position in range(6):
+                parcels.append(tier.store([tensors[position]]))
+                tensors[position] = torch.empty(0)
+                tier.wait_for(parcels[-1])
+            for position, parcel in enumerate(parcels):
+                tier.prefetch(parcel)
+                tensors[position : position + 1] = tier.load(parcel)
+                tier.free(parcel)
+
+        assert counted(there_and_back).syncs == 0
+        assert torch.cuda.memory_reserved() == before
+
+
+def test_copies_run_next_to_kernels() -> None:
+    import time
+
+    with device_with(streams=1, copy_us=30_000), Host() as tier:
+        parcels = []
+        for _ in range(2):  # pins the blocks
+            parcels = [tier.store([torch.empty(BYTES, dtype=torch.uint8, device="cuda")]) for _ in range(4)]
+            tier.wait()
+            torch.cuda.synchronize()
+            for parcel in parcels[:4]:
+                tier.free(parcel)
+        x = torch.empty(BYTES, dtype=torch.uint8, device="cuda")
+        began = time.perf_counter()
+        parcels = [tier.store([torch.empty(BYTES, dtype=torch.uint8, device="cuda")]) for _ in range(4)]
+        for _ in range(4):
+            late_fill(x, 1, 30_000)
+        torch.cuda.synchronize()
+        assert time.perf_counter() - began < 0.22  # 0.12 seconds each
