@@ -13,13 +13,14 @@ from encore.capture.torch_private.dynamo import (
     dynamo_compile,
     guard_hooks,
     outermost_codes,
+    outside_compilation,
     pin_sizes,
     traced_code,
     warn_of_recurrent_layers,
     whole_graphs,
 )
 from encore.capture.torch_private.eager_kernels import TRACED_KERNELS, composite, eager_operators
-from encore.capture.torch_private.fake_tensors import fake_mode, fake_window, is_plain_fake
+from encore.capture.torch_private.fake_tensors import DataDependent, WatchedFakeMode, fake_window, is_plain_fake
 from encore.capture.torch_private.joint_graph import (
     checkpointed,
     given,
@@ -53,8 +54,10 @@ from encore.capture.torch_private.tracing import (
 __all__ = [
     "TRACED_KERNELS",
     "BackendError",
+    "DataDependent",
     "Replacement",
     "TraceFailed",
+    "WatchedFakeMode",
     "boxed",
     "break_reason",
     "casts_automatically",
@@ -64,7 +67,6 @@ __all__ = [
     "constructed_as",
     "dynamo_compile",
     "eager_operators",
-    "fake_mode",
     "fake_window",
     "first_value",
     "given",
@@ -77,6 +79,7 @@ __all__ = [
     "keeps_graph",
     "last_traced_node",
     "outermost_codes",
+    "outside_compilation",
     "outside_tracing",
     "pin_sizes",
     "plain_callable",
