@@ -22,6 +22,7 @@ from benchmarks.workloads import Workload
 from encore.capture import torch_private
 from encore.compiler.backend import GraphCompilation, GraphCompiler
 from encore.compiler.session import Session
+from encore.compiler.variants import GraphRunner
 from encore.options import make_options
 
 SIZES: dict[str, dict[str, int]] = {"nmt": {"batch_size": 256, "steps": 36}, "transformer": {"layers": 16}}
@@ -87,7 +88,7 @@ def planning_time(make: Callable[[], Workload]) -> PlanningTime:
             planned(*workload.batch(0))
     torch.compiler.reset()
     last = runs[-1]
-    assert last.runner is not None
+    assert isinstance(last.runner, GraphRunner)
     stages = {stage: last.clock.seconds[stage] for stage in STAGES}
     return PlanningTime(
         workload=workload.name,

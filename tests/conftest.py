@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from encore.cost.observation import Observation
 from encore.rnn import tuning
 from support.browser import start_browser
 from support.fixed_times import FixedTimes
@@ -53,6 +54,7 @@ def _times(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _clean_start() -> None:
+    Observation.end_running()  # of a step of another test
     torch._dynamo.reset()
     torch.manual_seed(0)
 

@@ -7,16 +7,17 @@ from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from encore.capture.torch_private import TraceFailed
-from encore.compiler import Mode, Session, sessions
+from encore.capture.torch_private import DataDependent, TraceFailed
+from encore.compiler import Session, sessions
 from encore.compiler.bypass import BypassWatch
 from encore.compiler.compiled import CompiledCall
 from encore.compiler.copies import CompiledMark
 from encore.compiler.device_estimate import DeviceEstimate
 from encore.compiler.device_step import run_device_step
 from encore.compiler.estimate import Estimate
+from encore.compiler.recording import Recording
 from encore.compiler.summary import report_of
-from encore.compiler.twin import fake_twin, run_forward_without_memory
+from encore.compiler.twin import fake_twin
 from encore.devices import DeviceProfile, find_profile
 from encore.errors import NeverRunError, OptionError
 from encore.options import Options, make_options
@@ -154,7 +155,8 @@ def estimate(
     """Estimate the memory and seconds of a training step. Nothing runs and nothing is allocated.
 
     Module and arguments may be real, on the meta device, or larger than the memory of this machine: only their shapes
-    are read. A plain function is called as it is, so tensors that it closes over must be real.
+    are read. If the step consists of several graphs, all of it is estimated, plain code between them included; a loss
+    outside of the model is not. A function is copied with the modules that it closes over.
 
     With `device="RTX3060"` or another name in `encore.devices.PROFILES`, the answer is what a training loop of plain
     PyTorch reserves on that GPU, which need not be here, and whether it fits; `optimizer`, a class, a name or an
@@ -173,20 +175,23 @@ def estimate_with(
 ) -> Estimate:
     """Estimate a training step of a model that is compiled with these options."""
     plain = model.plain if isinstance(model, CompiledCall) else model
-    session = Session(_name(plain), options, mode=Mode.ESTIMATE)
-    twin, fake_args, fake_kwargs, mode = fake_twin(plain, args, kwargs)
+    recording = Recording(_name(plain), options)
     try:
-        run_forward_without_memory(twin, session, fake_args, fake_kwargs, mode)
+        recording.run(fake_twin(plain, args, kwargs, recording.memory.mode))
     except TraceFailed as failure:
         why = str(failure).strip().splitlines()[0]
         raise OptionError(f"{_name(plain)} cannot be called with these arguments: {why}") from failure
-    if not session.graphs:
+    except DataDependent as failure:
+        raise OptionError(
+            f"what {_name(plain)} does depends on data, which an estimate has none of ({failure.func}); run a step of "
+            "the compiled model, and ask encore.report"
+        ) from failure
+    if not recording.calls and not recording.session.graphs:
         raise OptionError(
             f"a call of {_name(plain)} with these arguments leads to no gradient; "
             "encore.estimate needs a training step: a trainable parameter, or an input with requires_grad=True"
         )
-    graphs = session.last_step
-    return Estimate(report_of(session.name, graphs, session.options, session.plain), tuple(graphs), session.options)
+    return Estimate.of(recording)
 
 
 def compiled_call(model: Callable[..., Any]) -> CompiledCall:

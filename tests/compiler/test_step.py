@@ -105,6 +105,18 @@ def test_budgets_hold_for_the_whole_step_and_are_predicted(make: Callable[[], tu
 def test_a_budget_below_the_lowest_peak_is_an_error_that_names_it() -> None:
     plain, step = blocks()
     model = encore.compile(copy.deepcopy(plain), budget=200_000, lowering="eager")
+    with pytest.raises(BudgetError, match="of this step of 5 calls of 2 graphs") as raised:
+        step(model)
+    torch._dynamo.reset()
+    model = encore.compile(copy.deepcopy(plain), budget=raised.value.floor, lowering="eager")
+    program = settle(model, step)
+    assert peak(model, step) + program.resident <= raised.value.floor
+
+
+def test_errors_of_a_step_that_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encore.compiler.step.StepPlanner.rehearse", lambda planner: None)
+    plain, step = blocks()
+    model = encore.compile(copy.deepcopy(plain), budget=200_000, lowering="eager")
     with pytest.raises(BudgetError, match="of one call of graph 0 alone"):
         step(model)
     torch._dynamo.reset()
@@ -243,7 +255,10 @@ class Pairs(nn.Module):
 
 
 @pytest.mark.parametrize("optional", [True, False])
-def test_graphs_that_cannot_be_cut_down_are_planned_for_every_gradient(*, optional: bool) -> None:
+def test_graphs_that_cannot_be_cut_down_are_planned_for_every_gradient(
+    monkeypatch: pytest.MonkeyPatch, *, optional: bool
+) -> None:
+    monkeypatch.setattr("encore.compiler.step.StepPlanner.rehearse", lambda planner: None)
     x = torch.randn(64, 16)
     model = encore.compile(Pairs(), budget="min", lowering="eager")
 

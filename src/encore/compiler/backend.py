@@ -14,7 +14,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -34,6 +34,9 @@ from encore.compiler.variants import GraphRunner, Variant
 from encore.errors import EncoreError, IllegalGraphError
 from encore.graph import Graph, Primal, UnsupportedGraphError, build_graph
 from encore.options import Options, make_options
+
+if TYPE_CHECKING:
+    from encore.compiler.recording import RecordedGraph
 
 ONCE = ("dynamo", "capture", "capture of repeats")
 """Stages that another plan for the same graph does not repeat."""
@@ -95,7 +98,7 @@ class GraphCompiler:
         with _encore_errors_unwrapped():
             compilation = self.compilation(self.session, module, inputs)
             compiled = compilation.compile()
-        if self.session.checks and compilation.runner is not None:
+        if self.session.checks and isinstance(compilation.runner, GraphRunner):
             return CheckedCall(self.session, compilation.runner, module, compiled)
         return compiled
 
@@ -109,21 +112,26 @@ class GraphCompilation:
         self.inputs = inputs
         self.notes = capture_notes(module, torch_private.traced_code())
         self.name = f"graph {len(session.graphs) + len(session.plain)}"
-        self.runner: GraphRunner | None = None
+        self.runner: GraphRunner | RecordedGraph | None = None
         self.repeats: Repeats | None = None
         self.lifted: list[Any] = []
         self.number = 0
         """Its place among the graphs of the session."""
         self.roles: list[Primal] = []
         self.returned: list[bool] = []
-        self.ended = ("", "")
+        self.ended = torch_private.break_reason(module) or ("", "")
         """Why the graph ended before the model did, and where."""
-        self.shares = False
+        self.recorded: RecordedGraph | None = None
+        """The graph of the rehearsed step that is the same."""
+        self.shares = bool(self.ended[0]) or not session.is_whole(torch_private.traced_code())
         """Whether the step has other calls than one of this graph, as far as Dynamo shows."""
         since, now = session.waiting_since, time.perf_counter()
         self.clock = StageClock(None if since is None else {"dynamo": now - since})
 
     def compile(self) -> Callable[..., Any]:
+        if self.shares:
+            self.session.step.rehearse()
+            self.clock.lap("rehearsal")
         try:
             with lifting(self.session.options.lowering, self.session.options.skip) as self.lifted:
                 return self._traced()
@@ -167,37 +175,52 @@ class GraphCompilation:
         self.returned = torch_private.returned_outputs(joint, num_outputs)
         try:
             with collector_paused():
-                graph = self._facts(joint)
+                graph = self.facts(joint)
         except UnsupportedGraphError as unsupported:
             self.session.plain.append(PlainGraph(self.name, str(unsupported)))
             warnings.warn(f"encore: {self.name} runs as plain PyTorch: {unsupported}", stacklevel=2)
             return torch_private.plain_partition(joint, num_outputs)
+        return self.plan(joint, num_outputs, graph)
+
+    def plan(self, joint: fx.GraphModule, num_outputs: int, graph: Graph) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Plan the joint graph with these facts."""
         self.number = len(self.session.graphs)
-        self.ended = torch_private.break_reason(self.module) or ("", "")
-        self.shares = bool(self.ended[0]) or not self.session.is_whole(torch_private.traced_code())
         tangents = Tangents(joint, num_outputs)
-        used = self._first_used(tangents, graph)
-        expected = joint if used == tangents.everything else tangents.only(used)
-        graph = graph if expected is joint else self._facts(expected)
-        self.clock.lap("facts")
-        primals = torch_private.given(joint, self.inputs)
-        before = self.session.graphs_of_step_so_far()
-        calls = 1 if self.shares and self.session.step.is_wanted else 0
-        captured = self._captured(expected, graph, used, primals, before, self.session.options, calls)
-        first = compile_captured(captured, self.clock)
+        rehearsed = self.session.step.rehearsed
+        self.recorded = None if rehearsed is None or not self.shares else rehearsed.taken_over(graph, tangents)
+        if self.recorded is not None:
+            if not self.recorded.tangents.optional:
+                tangents.require_all()
+            first = self.session.step.first_variant(self.recorded)
+            first.captured.name = self.name
+        else:
+            first = self._first_plan(joint, tangents, graph)
         self.session.graphs.append(first.captured)
         self.runner = GraphRunner(
             self.session,
             tangents,
             first,
             functools.partial(self._plan_later, tangents),
-            functools.partial(self._plan_calls, tangents),
+            functools.partial(self.plan_calls, tangents),
             is_whole=not self.shares,
+            number=None if self.recorded is None else self.recorded.number,
         )
         schedule = first.captured.plan.schedule
         return torch_private.shell(joint, num_outputs, [schedule.graph.values[value] for value in schedule.saved])
 
-    def _facts(self, joint: fx.GraphModule) -> Graph:
+    def _first_plan(self, joint: fx.GraphModule, tangents: Tangents, graph: Graph) -> Variant:
+        """Plan the graph before any call of it."""
+        used = self._first_used(tangents, graph)
+        expected = joint if used == tangents.everything else tangents.only(used)
+        graph = graph if expected is joint else self.facts(expected)
+        self.clock.lap("facts")
+        primals = torch_private.given(joint, self.inputs)
+        before = self.session.graphs_of_step_so_far()
+        calls = 1 if self.shares and self.session.step.is_wanted else 0
+        captured = self._captured(expected, graph, used, primals, before, self.session.options, calls)
+        return compile_captured(captured, self.clock)
+
+    def facts(self, joint: fx.GraphModule) -> Graph:
         return build_graph(joint, primals=self.roles, returned=self.returned)
 
     def _first_used(self, tangents: Tangents, graph: Graph) -> Used:
@@ -227,7 +250,7 @@ class GraphCompilation:
     def _plan_later(self, tangents: Tangents, used: Used, primals: Sequence[Any], in_backward: bool) -> Variant:
         """Plan the graph for another set of gradients while the step runs; for all, if it cannot be cut down to that
         set."""
-        assert self.runner is not None
+        assert isinstance(self.runner, GraphRunner)
         session = self.session
         self.clock = StageClock({stage: taken for stage, taken in self.clock.seconds.items() if stage in ONCE})
         options = dataclasses.replace(session.options, plan=None)  # a plan that was given is for the first set
@@ -240,7 +263,7 @@ class GraphCompilation:
                 log.info("%s takes a gradient for every output: %s", self.name, reason)
                 used = tangents.everything
                 joint = tangents.only(used)
-            graph = self._facts(joint)
+            graph = self.facts(joint)
             self.clock.lap("facts")
             calls = 1 if self.shares and session.step.is_wanted else 0
             captured = self._captured(joint, graph, used, primals, before, options, calls)
@@ -248,15 +271,17 @@ class GraphCompilation:
         session.graphs[self.number] = variant.captured
         return variant
 
-    def _plan_calls(self, tangents: Tangents, used: Used, count: int) -> CallPlans:
-        """Plan so many calls of the graph in one step."""
+    def plan_calls(self, tangents: Tangents, used: Used, count: int) -> CallPlans:
+        """Plan so many calls of the graph in one step; those of the rehearsed step are planned already."""
+        if self.recorded is not None and (used, count) == (self.recorded.used, self.recorded.calls):
+            return self.recorded.plans
         with torch_private.compile_settings(), collector_paused():
             try:
                 joint = tangents.only(used)
             except NotOptionalError:
                 used = tangents.everything
                 joint = tangents.only(used)
-            captured = self._captured(joint, self._facts(joint), used, (), (), self.session.options, count)
+            captured = self._captured(joint, self.facts(joint), used, (), (), self.session.options, count)
             return plan_calls(captured, StageClock())
 
     def _captured(

@@ -13,7 +13,7 @@ import torch
 
 from encore.capture import torch_private
 from encore.capture.packing import packed_arguments, traced_packing
-from encore.compiler.backend import GraphCompiler
+from encore.compiler.backend import GraphCompilation, GraphCompiler
 from encore.compiler.session import Session
 from encore.graph.torch_private import pytree
 from encore.rnn.packed_rows import as_tensors
@@ -24,10 +24,16 @@ class CompiledCall:
     """Runs the plan of a function; under `no_grad`, `inference_mode` and the stance "force_eager", the
     function itself."""
 
-    def __init__(self, plain: Callable[..., Any], session: Session) -> None:
+    def __init__(
+        self,
+        plain: Callable[..., Any],
+        session: Session,
+        compilation: Callable[..., GraphCompilation] = GraphCompilation,
+    ) -> None:
         functools.update_wrapper(self, plain, updated=())
         self.plain = plain
         self.session = session
+        self._compilation = compilation
         session.codes |= torch_private.outermost_codes(plain)
         self._planned = self._compile()
         self._pads_whole = True
@@ -39,7 +45,8 @@ class CompiledCall:
     def _compile(self) -> Callable[..., Any]:
         """Return Dynamo's callable. A new backend has no graphs yet, so every graph is planned again."""
         session = self.session
-        return torch_private.dynamo_compile(self.plain, GraphCompiler(session), session.options.recompile_limit)
+        backend = GraphCompiler(session, self._compilation)
+        return torch_private.dynamo_compile(self.plain, backend, session.options.recompile_limit)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # `is_compiling` alone is true in all threads while one of them traces.
@@ -56,7 +63,7 @@ class CompiledCall:
             self.session.plan_again = False
             self._planned = self._compile()
         forwards_before = self.session.forwards_run
-        with self.session.planned_call():
+        with self.session.planned_call(self.plain, args, kwargs):
             result = self._run(args, kwargs)
         if self.session.forwards_run == forwards_before and not self._warned_it_ran_plain:
             self._warn_if_it_ran_plain(result)

@@ -8,13 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from encore.compiler.recording import Recording
 from encore.compiler.session import CapturedGraph
+from encore.compiler.step_plans import StepPlans
 from encore.compiler.summary import report_of
 from encore.errors import BudgetError
 from encore.options import Budget, Options, make_options, parse_budget
 from encore.plan import Plan, choose, stack_plans, worth_having
 from encore.report.points import Curve
 from encore.report.report import Prediction, Report
+
+LOSS_OUTSIDE = "the loss is outside of the model, and what it allocates is not in this estimate"
 
 
 @dataclass(frozen=True)
@@ -23,14 +27,32 @@ class Estimate:
 
     report: Report
     captured: tuple[CapturedGraph, ...]
+    """The graphs of a step that calls each of them once, whole."""
     options: Options
+    step: StepPlans | None = None
+    """All calls of another step."""
+
+    @classmethod
+    def of(cls, recording: Recording) -> Estimate:
+        """The estimate of a step that was recorded."""
+        session = recording.session
+        name, options = session.name, session.options
+        step = StepPlans(recording, options) if recording.calls else None
+        graphs = () if step is not None else tuple(session.last_step)
+        report = report_of(name, graphs, options) if step is None else _report_of(name, step, options)
+        plain = tuple(f"{part.name}: {part.reason}" for part in session.plain)
+        return cls(dataclasses.replace(report, plain=plain), graphs, options, step)
 
     def beside(self, *, resident: int = 0, optimizer: Any = None) -> Estimate:
         """The same step with so many more resident bytes, or with an optimizer's state, which count in budgets, too."""
         counted = make_options({"resident": resident, "optimizer": optimizer}).resident
         options = dataclasses.replace(self.options, resident=counted)
-        report = report_of(self.report.name, self.captured, options)
-        return Estimate(dataclasses.replace(report, plain=self.report.plain), self.captured, options)
+        step = None if self.step is None else self.step.beside(options)
+        if step is None:
+            report = report_of(self.report.name, self.captured, options)
+        else:
+            report = _report_of(self.report.name, step, options)
+        return Estimate(dataclasses.replace(report, plain=self.report.plain), self.captured, options, step)
 
     @property
     def resident(self) -> int:
@@ -43,11 +65,15 @@ class Estimate:
     @property
     def floor(self) -> int:
         """Lowest reachable resident + step_peak."""
+        if self.step is not None:
+            return self.step.resident + self.step.floor
         return _total_of(self._pick(Options(budget=Budget(), resident=self.options.resident)), self.options)
 
     @functools.cached_property
     def pareto(self) -> tuple[tuple[int, float], ...]:
         """Every plan worth having: (resident + step_peak in bytes, overhead), fastest first."""
+        if self.step is not None:
+            return tuple((self.step.resident + one.step_peak, self.step.overhead(one)) for one in self.step.front)
         levels = sorted({offer.overhead for graph in self.captured for offer in worth_having(graph.offers)})
         found: list[tuple[int, float]] = []
         for level in levels:
@@ -59,6 +85,9 @@ class Estimate:
 
     def fits(self, budget: int | float | str | Budget) -> bool:
         """Return whether there is a plan within the budget."""
+        if self.step is not None:
+            limit = self.step.limit(parse_budget(budget))
+            return limit is None or self.floor <= limit
         try:
             self._pick(dataclasses.replace(self.options, budget=parse_budget(budget), overhead=None))
         except BudgetError:
@@ -69,6 +98,9 @@ class Estimate:
         """The report of the plan this budget would get; raises `BudgetError` where there is none."""
         wanted = parse_budget(budget)
         options = dataclasses.replace(self.options, budget=wanted, overhead=None)
+        if self.step is not None:
+            report = _report_of(self.report.name, self.step, options)
+            return dataclasses.replace(report, plain=self.report.plain, pareto=self.pareto)
         planned = [
             dataclasses.replace(
                 graph,
@@ -99,6 +131,24 @@ class Estimate:
 
     def __str__(self) -> str:
         return str(self.report)
+
+
+def _report_of(name: str, step: StepPlans, options: Options) -> Report:
+    """The report of the plans that these options ask for; raises `BudgetError` if there are none."""
+    limit = None
+    if options.budget is None:
+        choice = step.alone(options)
+    else:
+        limit = step.limit(options.budget)
+        if limit is not None:
+            step.require_room(options.budget, limit)
+        choice = step.chosen(limit)
+    graphs = [variant.captured for variant in step.variants(choice)]
+    if not step.has_loss:
+        last = graphs[-1]
+        noted = dataclasses.replace(last, notes=(*last.notes, LOSS_OUTSIDE))
+        graphs = [noted if graph is last else graph for graph in graphs]
+    return report_of(name, graphs, options, program=step.program(choice, limit))
 
 
 def _total_of(plans: Sequence[Plan], options: Options) -> int:

@@ -155,6 +155,8 @@ class Session:
         self.why_plain = ""
         """Why calls that lead to gradients ran as plain PyTorch, if any did."""
         self._calls_running = 0
+        self.started: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
+        """The call of the model that runs, with its arguments, until a graph of it has been captured."""
         self.born = next(_births)
         self.last_step_number = -1
         self._step: list[CapturedGraph] = []
@@ -207,18 +209,21 @@ class Session:
         self.waiting_since = time.perf_counter()
 
     @contextlib.contextmanager
-    def planned_call(self) -> Iterator[None]:
+    def planned_call(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """The user calls the model, or a part of it that is compiled by itself, within a call of the model."""
         if self.bypass is not None:
             self.bypass.stop()
         if self._calls_running == 0:
             self.begin_call()
+            self.started = (call, args, kwargs)
         self.calls += 1
         self._calls_running += 1
         try:
             yield
         finally:
             self._calls_running -= 1
+            if not self._calls_running:
+                self.started = None
 
     @property
     def is_called(self) -> bool:

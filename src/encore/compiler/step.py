@@ -1,16 +1,19 @@
 """A training step as the calls it makes: of which graphs, in which order, and what is in memory around each.
 
-A budget is a bound on the whole step. A step that is one call of one graph is planned when that graph is captured.
-Code that Dynamo cuts into several graphs, or that calls one graph in a loop, is known once it has run, so it is planned
-in three steps:
+A budget is a bound on the whole step. A step that is one call of one graph is planned when that graph is captured. Code
+that Dynamo cuts into several graphs, or that calls one graph in a loop, is rehearsed on fake tensors before anything
+runs (`rehearsal.py`), and all its calls are planned together. A step that cannot be rehearsed is known once it has run,
+so it is planned in three steps:
 
 1. The first step runs with the plans that save least. Its calls are recorded: which call made the tensors that another
    one reads, and which outputs are still alive when.
 2. The second step runs with the plans of the lowest peak for these calls, and is observed: the allocator's events give
    what is alive at the begin and end of every call, plain code included. If captured graphs alone take more than the
    budget, that is an error after it.
-3. All calls are planned together for the budget (`plan/calls.py`), around what was observed. If a step with these plans
-   takes another peak than predicted, they are planned once more. Then the plans stay.
+3. All calls are planned together for the budget (`plan/calls.py`), around what was observed.
+
+The second step of a rehearsed program is observed, too. If an observed step takes another peak than predicted, its
+calls are planned once more. Then the plans stay.
 
 A step that makes other calls than any step before (a longer loop, another branch) is a program of its own. While it
 follows a known program call by call, it uses the plans of that one; from where it leaves all known ones, the plans that
@@ -45,7 +48,9 @@ from encore.units import bytes_text
 
 if TYPE_CHECKING:
     from encore.compiler.call_plans import CallPlans
+    from encore.compiler.recording import RecordedGraph
     from encore.compiler.session import CapturedGraph, Session
+    from encore.compiler.step_plans import StepPlans
     from encore.compiler.variants import GraphRunner, Variant
 
 TOLERANCE = 0.01
@@ -104,6 +109,8 @@ class Program:
     settled: bool = False
     limit: int | None = None
     """The budget in bytes."""
+    was_rehearsed: bool = False
+    """Whether its plans were made before its first step, and have run in none yet."""
 
     def forget_plans(self) -> None:
         """Have the calls planned again."""
@@ -136,6 +143,9 @@ class StepPlanner:
         self._records = True
         """Whether calls are recorded: not once the steps that run are known."""
         self.last: Program | None = None
+        self.rehearsed: StepPlans | None = None
+        """The plans of the step as it was rehearsed last."""
+        self._may_rehearse = True
 
     @property
     def session(self) -> Session:
@@ -172,6 +182,37 @@ class StepPlanner:
         if not self.calls:
             self.stop_observing()  # of a step that was given up
             self._observation = Observation.start() if self._should_observe() else None
+
+    def rehearse(self) -> None:
+        """A graph of the running call turns out to be a part of the step. If it is the first one, rehearse the step and
+        plan its calls."""
+        session, started = self.session, self.session.started
+        session.started = None
+        if started is None or not (self._wanted and self._may_rehearse) or self.calls or session.checking:
+            return
+        from encore.compiler.rehearsal import rehearsed_step  # which compiles, and so imports this module
+
+        budget = session.options.budget
+        assert budget is not None
+        planned = rehearsed_step(session, *started)
+        self._may_rehearse = planned is not None
+        if planned is None:
+            return
+        limit = planned.limit(budget, self._largest())
+        if limit is not None:
+            planned.require_room(budget, limit, returned=False)
+        program = planned.program(planned.chosen(limit), limit)
+        program.rounds, program.was_rehearsed = 2, True
+        self.rehearsed = planned
+        self._add(program)
+        self._follow(program)
+        self._log(program)
+
+    def first_variant(self, graph: RecordedGraph) -> Variant:
+        """The variant that the first call of a graph is planned to run in the rehearsed step."""
+        assert self.rehearsed is not None
+        program = self.programs[self.rehearsed.numbers]
+        return program.variants[program.calls.index(graph.number)]
 
     def variant(self, runner: GraphRunner) -> Variant | None:
         """The variant that the next call of a graph is planned to run; None if no program says."""
@@ -263,10 +304,8 @@ class StepPlanner:
         key = tuple(call.runner.number for call in calls)
         program = self.programs.get(key)
         if program is None:
-            program = self.programs[key] = Program(key)
-            if len(self.programs) > MOST_PROGRAMS:
-                oldest = self.programs.pop(next(iter(self.programs)))
-                self._followers = {key: one for key, one in self._followers.items() if one is not oldest}
+            program = Program(key)
+            self._add(program)
         self.last = program
         if segments is not None and all(len(call.marks) == 4 for call in calls):
             first, last = calls[0].marks[0], max(call.marks[3] for call in calls)
@@ -280,8 +319,17 @@ class StepPlanner:
                 self._plan(program, calls, segments)
         self._records = self._records and not program.settled
 
+    def _add(self, program: Program) -> None:
+        self.programs[program.calls] = program
+        if len(self.programs) > MOST_PROGRAMS:
+            oldest = self.programs.pop(next(iter(self.programs)))
+            self._followers = {key: one for key, one in self._followers.items() if one is not oldest}
+
     def _plan(self, program: Program, calls: list[Call], segments: list[Segment] | None) -> None:
         """Choose plans for all calls: those of the lowest peak first, to be observed; then those for the budget."""
+        if program.was_rehearsed:  # its graphs were compiled while it ran: the next step is observed
+            program.was_rehearsed = False
+            return
         if program.rounds >= ROUNDS or (program.rounds > 1 and (segments is None or program.is_as_predicted)):
             program.settled = True
             self._warn_if_exceeded(program)
@@ -309,10 +357,13 @@ class StepPlanner:
             program.shared = shared
             settled = before == [of_graph.costs[number] for of_graph, number in picked]
         self._follow(program)
+        self._log(program)
+
+    def _log(self, program: Program) -> None:
         log.info(
             "a step of %d calls of %d graphs: peak %s, everything kept %s, %d plans",
-            len(calls),
-            len(counts),
+            len(program.calls),
+            len(set(program.calls)),
             bytes_text(0 if program.shared is None else program.shared.step_peak),
             bytes_text(program.unplanned),
             len(set(map(id, program.variants))),
@@ -323,7 +374,10 @@ class StepPlanner:
         budget = self.session.options.budget
         if budget is None or budget.is_floor:
             return None
-        return budget.resolve(max(one.resident + one.unplanned for one in self.programs.values()))
+        return budget.resolve(self._largest())
+
+    def _largest(self) -> int:
+        return max((one.resident + one.unplanned for one in self.programs.values()), default=0)
 
     def _follow(self, program: Program) -> None:
         beginning = 0

@@ -38,6 +38,16 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 
 
+def next_number() -> int:
+    """A number that no other graph of the process has."""
+    return next(_numbers)
+
+
+def about(count: int) -> int:
+    """A number of calls that loops of similar lengths share."""
+    return 1 << (count - 1).bit_length()
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """A plan for some set of gradients."""
@@ -69,6 +79,7 @@ class GraphRunner:
         plan_calls: PlanCalls,
         *,
         is_whole: bool,
+        number: int | None = None,
     ) -> None:
         self.session = session
         self.tangents = tangents
@@ -76,7 +87,7 @@ class GraphRunner:
         self.variants = {first.used: first}
         self._plan = plan
         self._plan_calls = functools.cache(plan_calls)
-        self.number = next(_numbers)
+        self.number = next_number() if number is None else number
         self.is_whole = is_whole
         """Whether one call of the graph is one call of the model."""
         self._picked: Variant | None = None
@@ -148,9 +159,8 @@ class GraphRunner:
     def call_plans(self, count: int) -> CallPlans:
         """The plans for about so many calls in one step, for the gradients seen so far: loops of similar lengths share
         theirs."""
-        about = 1 << (count - 1).bit_length()
         seen = self.session.gradients_seen.get(self.key) or self.current.used
-        return self._plan_calls(seen if self.tangents.optional else self.tangents.everything, about)
+        return self._plan_calls(seen if self.tangents.optional else self.tangents.everything, about(count))
 
     def _variant(self, used: Used, args: Sequence[Any], *, in_backward: bool) -> Variant:
         if used not in self.variants:

@@ -136,6 +136,14 @@ class SharedBudget:
             return None
         return self._choice(int(min(fitting, key=lambda number: (self._spent[number], self._needed[number]))))
 
+    def choices(self) -> list[SharedChoice]:
+        """Those that no other beats in both peak and seconds, fastest first."""
+        found: list[int] = []
+        for number in map(int, np.lexsort((self._needed, self._spent))):
+            if not found or self._needed[number] < self._needed[found[-1]]:
+                found.append(number)
+        return [self._choice(number) for number in found]
+
     def lowest(self) -> SharedChoice:
         """The fastest choice among those with the lowest peak."""
         found = self.within(self.floor)

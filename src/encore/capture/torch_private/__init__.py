@@ -21,13 +21,14 @@ from encore.capture.torch_private.dynamo import (
     guard_hooks,
     is_forced_eager,
     outermost_codes,
+    outside_compilation,
     pin_sizes,
     traced_code,
     warn_of_recurrent_layers,
     whole_graphs,
 )
 from encore.capture.torch_private.eager_kernels import TRACED_KERNELS, composite, eager_operators
-from encore.capture.torch_private.fake_tensors import fake_mode, fake_window, is_plain_fake
+from encore.capture.torch_private.fake_tensors import DataDependent, WatchedFakeMode, fake_window, is_plain_fake
 from encore.capture.torch_private.joint_graph import (
     checkpointed,
     given,
@@ -62,9 +63,11 @@ __all__ = [
     "TRACED_KERNELS",
     "BackendError",
     "Chain",
+    "DataDependent",
     "Groups",
     "Replacement",
     "TraceFailed",
+    "WatchedFakeMode",
     "backward_number",
     "boxed",
     "break_reason",
@@ -76,7 +79,6 @@ __all__ = [
     "constructed_as",
     "dynamo_compile",
     "eager_operators",
-    "fake_mode",
     "fake_window",
     "first_value",
     "given",
@@ -90,6 +92,7 @@ __all__ = [
     "keeps_graph",
     "last_traced_node",
     "outermost_codes",
+    "outside_compilation",
     "outside_tracing",
     "pin_sizes",
     "plain_callable",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -16,10 +17,12 @@ import torch._dynamo.external_utils
 import torch._dynamo.trace_rules
 from torch import fx
 from torch._dynamo import eval_frame
+from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import ShortenTraceback, TorchRuntimeError
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.utils import counters as dynamo_counters
-from torch._guards import TracingContext
+from torch._guards import TracingContext, compile_context, tracing
+from torch.utils._python_dispatch import _disable_current_modes
 
 log = logging.getLogger("encore")
 
@@ -92,6 +95,24 @@ def outermost_codes(function: Callable[..., Any]) -> frozenset[CodeType]:
     functions += [inspect.unwrap(one) for one in functions]
     codes = (getattr(getattr(one, "__func__", one), "__code__", None) for one in functions)
     return frozenset(code for code in codes if code is not None)
+
+
+@contextlib.contextmanager
+def outside_compilation() -> Iterator[None]:
+    """Inside a Dynamo backend: suspend what is compiled, with PyTorch's metrics of it, so that other functions run and
+    are compiled."""
+    logger = dynamo_utils.get_chromium_event_logger()
+    metrics = [vars(one) for one in (dynamo_utils._metrics_context_tls, dynamo_utils._dynamo_timed_tls, logger.tls)]
+    before = [dict(one) for one in metrics]
+    for one in metrics:
+        one.clear()
+    try:
+        with compile_context(None), tracing(None), _disable_current_modes():
+            yield
+    finally:
+        for one, entries in zip(metrics, before, strict=True):
+            one.clear()
+            one.update(entries)
 
 
 def whole_graphs() -> Any:
