@@ -63,9 +63,24 @@ def _with_grad_mode(target: Any) -> Callable[..., Any]:
     return run
 
 
+def _assert_true(target: Any) -> Callable[..., Any]:
+    """An `assert` of the user's on a tensor: an `AssertionError`, where the operator raises a `RuntimeError`."""
+    call = dispatcher_call(target)
+
+    def run(condition: torch.Tensor, message: str = "") -> None:
+        if condition.device.type == "cpu" and not condition:
+            raise AssertionError(message)
+        call(condition, *([message] if target is aten._assert_async.msg else []))
+
+    run.__name__ = str(target).replace(".", "_")
+    return run
+
+
 SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.ops.encore.bernoulli_noise.default: bernoulli_noise,
     torch.ops.encore.dropout_mask.default: dropout_mask,
     torch.ops.encore.dropout_noise.default: dropout_noise,
+    aten._assert_async.default: _assert_true(aten._assert_async.default),
+    aten._assert_async.msg: _assert_true(aten._assert_async.msg),
     aten.mkldnn_rnn_layer.default: _with_grad_mode(aten.mkldnn_rnn_layer.default),
 }

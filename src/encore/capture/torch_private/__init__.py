@@ -32,6 +32,8 @@ from encore.capture.torch_private.joint_graph import (
     takes_apart_tensors,
     unchecked_last,
 )
+from encore.capture.torch_private.layers import captured_layers
+from encore.capture.torch_private.messages import messages_after_graphs
 from encore.capture.torch_private.process import first_value, has_ranks
 from encore.capture.torch_private.replacements import Replacement, constructed_as, replaced_readers, traced_as
 from encore.capture.torch_private.tracing import (
@@ -57,6 +59,7 @@ __all__ = [
     "TraceFailed",
     "boxed",
     "break_reason",
+    "captured_layers",
     "casts_automatically",
     "checkpointed",
     "compile_settings",
@@ -76,6 +79,7 @@ __all__ = [
     "is_transformed",
     "keeps_graph",
     "last_traced_node",
+    "messages_after_graphs",
     "outermost_codes",
     "outside_tracing",
     "pin_sizes",
