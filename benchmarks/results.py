@@ -30,6 +30,8 @@ from benchmarks import (
     plots,
     spine,
     spine_table,
+    steps,
+    steps_table,
 )
 from benchmarks.schema import Written
 from encore.compare.plots import png, tradeoffs
@@ -92,6 +94,7 @@ def _contest(name: str) -> Suite:
 
 SUITES: dict[str, Suite] = {
     "spine": Suite(spine.run_spine, spine.SpineSuite, spine_table),
+    "steps": Suite(steps.run_steps, steps.StepSuite, steps_table),
     "fast": Suite(fast.run_fast, fast.FastSuite, fast_table),
     "plan": Suite(plan.run_plan, plan.PlanSuite, plan_table, lambda found: plots.budgets(found.budgets)),
     "echo": _contest("echo"),

@@ -65,3 +65,19 @@ def evaluating(model: nn.Module) -> Iterator[Any]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@dataclass(frozen=True)
+class CutWorkload:
+    """A training step that is no single call of a function: the loss is outside of the model, or Python decides what
+    is called."""
+
+    name: str
+    model: nn.Module
+    batch: Callable[[int], Batch]
+    """Gives the i-th batch: the same for the same `i`, and without touching the global generator."""
+    forward: Callable[..., Any]
+    """`forward(model, *batch(i))` runs step `i` up to its loss. It returns what a loop keeps until backward has run, of
+    which the loss is the only scalar. It seeds the generators: the same batch gives the same loss."""
+    blocks: tuple[str, ...]
+    """The classes of modules that `torch.utils.checkpoint` is put around, to compare with."""

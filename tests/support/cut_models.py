@@ -43,6 +43,19 @@ class HookedBlocks(nn.Module):
         return self.head(x).square().mean()
 
 
+class Checking(nn.Module):
+    """A layer behind assertions on its input. pytest does not rewrite them here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.max() < 10, "out of range"
+        assert x.isfinite().all()
+        return self.layer(x).sum()
+
+
 class Attending(nn.Module):
     """One word of a translation."""
 

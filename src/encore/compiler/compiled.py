@@ -72,9 +72,10 @@ class CompiledCall:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = packed_arguments(args, kwargs, self.session)
         packing = traced_packing(whole=self._pads_whole, session=self.session)
+        layers = torch_private.captured_layers(wanted=self.session.step.is_wanted)
         state = _generator_state() if self._may_start_again() else b""
         try:
-            with torch_private.whole_graphs(), packing:
+            with torch_private.whole_graphs(), torch_private.messages_after_graphs(), layers, packing:
                 result = self._planned(*args, **kwargs)
         except ShorterSequencesError:
             torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

@@ -6,6 +6,7 @@ call of the model, or when `measure` wants the profiler.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,7 @@ class Observation:
         observation = cls()
         observation._hook = register_optimizer_step_pre_hook(lambda *_: observation._end())
         observation._events.start()
+        atexit.register(observation._end)  # PyTorch crashes if a profiler runs when the process ends
         cls._running.one = observation
         return observation
 
@@ -85,4 +87,5 @@ class Observation:
         if self._recorded is None and self._thread == threading.get_ident():
             self._recorded = self._events.stop()
             self._hook.remove()
+            atexit.unregister(self._end)
             self._running.one = None

@@ -78,6 +78,19 @@ def _batch_norm(target: Any, statistics: int, train: bool | None, copies: bool =
     return run
 
 
+def _assert_true(target: Any) -> Callable[..., Any]:
+    """An `assert` of the user's on a tensor: an `AssertionError`, where the operator raises a `RuntimeError`."""
+    call = dispatcher_call(target)
+
+    def run(condition: torch.Tensor, message: str = "") -> None:
+        if condition.device.type == "cpu" and not condition:
+            raise AssertionError(message)
+        call(condition, *([message] if target is aten._assert_async.msg else []))
+
+    run.__name__ = str(target).replace(".", "_")
+    return run
+
+
 def _batch_norm_backward(grad: Any, x: Any, weight: Any, *others: Any) -> Any:
     mean, variance, saved_mean, saved_scale, train, eps, wanted = others
     if not train or not takes_cudnn_batch_norm(x, weight, weight, mean, variance, train, eps):
@@ -102,5 +115,7 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
         aten._native_batch_norm_legit_no_training.default, 2, False
     ),
     aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten._assert_async.default: _assert_true(aten._assert_async.default),
+    aten._assert_async.msg: _assert_true(aten._assert_async.msg),
     aten.mkldnn_rnn_layer.default: _with_grad_mode(aten.mkldnn_rnn_layer.default),
 }

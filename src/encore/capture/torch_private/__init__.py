@@ -41,6 +41,8 @@ from encore.capture.torch_private.joint_graph import (
     takes_apart_tensors,
     unchecked_last,
 )
+from encore.capture.torch_private.layers import captured_layers
+from encore.capture.torch_private.messages import messages_after_graphs
 from encore.capture.torch_private.process import first_value, has_ranks
 from encore.capture.torch_private.replacements import Replacement, constructed_as, replaced_readers, traced_as
 from encore.capture.torch_private.tracing import (
@@ -71,6 +73,7 @@ __all__ = [
     "backward_number",
     "boxed",
     "break_reason",
+    "captured_layers",
     "casts_automatically",
     "chain_of",
     "checkpointed",
@@ -91,6 +94,7 @@ __all__ = [
     "is_transformed",
     "keeps_graph",
     "last_traced_node",
+    "messages_after_graphs",
     "outermost_codes",
     "outside_compilation",
     "outside_tracing",

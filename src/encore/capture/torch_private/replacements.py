@@ -33,25 +33,33 @@ class Replacement:
 _replacing = threading.Lock()
 
 
-_replaced: Counter[int] = Counter()
-"""How many running compiled models have replaced the reader of an object, by the object's id."""
+_replaced: Counter[Any] = Counter()
+"""How many running compiled models have replaced a reader, by its key in Dynamo's tables."""
 
 
 @contextlib.contextmanager
-def replaced_readers(readers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Have Dynamo read these functions and classes by the readers given for them, instead of its own."""
-    table = VariableBuilder._id_dispatch()
+def replaced_readers(
+    readers: Mapping[Any, Callable[..., Any]], of_types: Mapping[type, Callable[..., Any]] | None = None
+) -> Iterator[None]:
+    """Have Dynamo read these functions and classes, and instances of these types, by the readers given for them,
+    instead of its own."""
+    tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
+        (VariableBuilder._id_dispatch(), {id(thing): reader for thing, reader in readers.items()}),
+        (VariableBuilder._type_dispatch(), dict(of_types or {})),
+    ]
     with _replacing:
-        _replaced.update(map(id, readers))
-        table.update({id(thing): reader for thing, reader in readers.items()})
+        for table, entries in tables:
+            _replaced.update(list(entries))
+            table.update(entries)
     try:
         yield
     finally:
         with _replacing:
-            _replaced.subtract(map(id, readers))
-            for thing in readers:
-                if not _replaced[id(thing)]:
-                    table.pop(id(thing), None)
+            for table, entries in tables:
+                _replaced.subtract(list(entries))
+                for key in entries:
+                    if not _replaced[key]:
+                        table.pop(key, None)
 
 
 def traced_as(replacement: Callable[[Callable[..., Any]], Replacement | None]) -> Callable[..., Any]:
