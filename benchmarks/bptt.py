@@ -345,8 +345,8 @@ class _Windows:
         self._events.start()
 
     def __exit__(self, *exception: object) -> None:
-        for _, size in self._events.stop():
-            self.live += size
+        for event in self._events.stop():
+            self.live += event.bytes
             self.peak = max(self.peak, self.live)
 
     def after(self, runs: int) -> None:

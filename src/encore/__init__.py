@@ -13,6 +13,7 @@ from encore.compiler.estimate import Estimate
 from encore.cost import Measurement, measure
 from encore.errors import (
     BudgetError,
+    BudgetExceededError,
     EncoreError,
     MissingPackageError,
     NeverRunError,
@@ -30,6 +31,7 @@ from encore.verification import verify
 __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
+    "BudgetExceededError",
     "DeviceEstimate",
     "EncoreError",
     "Estimate",

@@ -41,8 +41,9 @@ def compile(model: Model | None = None, **options: Any) -> Any:
     modules whose activations are kept; `methods` names what may be done with the others ("recompute", "encode",
     "stash"); `lossy` allows lossy codecs within a bound on the relative gradient error (True: 0.01), or by name without
     one, and `lossy_check` measures that error every so many steps, too; `tiers` names where activations may be
-    offloaded to ("disk"); `optimizer` or `resident` add bytes that stay allocated during the step; `lowering`, `skip`,
-    `recompile_limit`: see `encore.options.Options`.
+    offloaded to ("disk"); `optimizer` or `resident` add bytes that stay allocated during the step; `strict=True` raises
+    `BudgetExceededError` after a step that took more than its budget, where a warning is the default; `lowering`,
+    `skip`, `recompile_limit`: see `encore.options.Options`.
     """
     checked = make_options(options)
     if model is None:
@@ -95,7 +96,8 @@ def report(model: Callable[..., Any]) -> Report:
         raise NeverRunError(_why_there_is_no_plan(model, found))
     plain = [graph for session in found for graph in session.plain]
     program = found[0].step.program if len(found) == 1 else None
-    return report_of(found[0].name, graphs, found[0].options, plain, program)
+    measured = found[0].step.latest_measured() if len(found) == 1 else None
+    return report_of(found[0].name, graphs, found[0].options, plain, program, measured)
 
 
 def _why_there_is_no_plan(model: Any, found: list[Session]) -> str:

@@ -102,6 +102,11 @@ class BudgetError(EncoreError, torch.OutOfMemoryError):
         return again, (self.message,)
 
 
+class BudgetExceededError(BudgetError):
+    """With `strict=True`: a step that is over took more memory than its budget. `floor` is what it took, if planning
+    cannot lower that."""
+
+
 def listed(names: Iterable[object]) -> str:
     """Names for an error message: sorted and quoted."""
     return ", ".join(repr(str(name)) for name in sorted(names, key=str))

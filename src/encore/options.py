@@ -118,6 +118,10 @@ class Options:
     tiers: tuple[str | Tier, ...] = ()
     """Where activations may be offloaded between forward and backward: "disk", "host" (from a GPU), or tier objects."""
 
+    strict: bool = False
+    """Measure every step, and raise `BudgetExceededError` before the next one if a step took more than its budget. By
+    default, the first steps and a few later ones are measured, and one warning is given."""
+
     recompile_limit: int = 16
     """How many shapes (or other variants) of one model are planned before the rest runs as plain eager PyTorch."""
 
@@ -144,6 +148,10 @@ def make_options(given: Mapping[str, Any]) -> Options:
     _check_number(chosen, "lossy_check", int, 0, "a number of steps, or 0")
     if chosen.get("lowering", LOWERINGS[0]) not in LOWERINGS:
         raise OptionError(f"lowering={chosen['lowering']!r} does not exist; it can be {listed(LOWERINGS)}")
+    if not isinstance(chosen.get("strict", False), bool):
+        raise OptionError(f"strict={shown(chosen['strict'])} is not accepted; give True or False")
+    if chosen.get("strict") and "budget" not in chosen:
+        raise OptionError("strict=True has no effect without budget=; give a budget")
     if "skip" in chosen:
         chosen["skip"] = _passes(chosen["skip"])
     if "plan" in chosen:

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from benchmarks.workloads import tiny
 from encore.report import table
 from encore.report.profile import Profile
 from encore.report.report import DecisionRow, GraphRow, Prediction
+from encore.report.steps import MeasuredStep, PlainLine
 from encore.report.table import LISTED_ROWS, common_path, fold
-from encore.units import seconds_text
+from encore.units import bytes_text, seconds_text
 from support.captured_graphs import train_step
 
 
@@ -236,4 +238,25 @@ def test_several_graphs_are_listed_with_their_breaks() -> None:
     report = deep_report()
     broken = dataclasses.replace(report.graphs[0], break_reason="print", break_line="m.py:3")
     text = str(dataclasses.replace(report, graphs=(broken, report.graphs[0])))
-    assert "\n  graph 0: 43 operators, peak 2.32 KiB; ends at m.py:3: print\n" in text
+    saves = f"saves {bytes_text(broken.saved)}"
+    assert f"\n  graph 0: 43 operators, peak 2.32 KiB, {saves}; ends at m.py:3: print\n" in text
+
+
+def test_a_step_above_its_budget_is_in_text_json_and_page(tmp_path: Path) -> None:
+    lines = (PlainLine("train.py:12", "metrics", "<softmax>", 3 << 20), PlainLine("", "", "empty", 1 << 20))
+    step = MeasuredStep(4, resident=1 << 20, step_peak=8 << 20, limit=6 << 20, plain=4 << 20, lines=lines)
+    report = dataclasses.replace(deep_report(), measured=step)
+    text = str(report)
+    assert (
+        "measured peak        8.00 MiB   step 4, outside code included; 3.00 MiB ABOVE the budget of 6.00 MiB" in text
+    )
+    assert "3.00 MiB  train.py:12 in metrics: <softmax>" in text
+    assert "1.00 MiB  an unknown line: empty" in text
+    found = json.loads(report.to_json())["measured"]
+    assert (found["excess"], found["plain"], found["lines"][0]["line"]) == (3 << 20, 4 << 20, "train.py:12")
+    page = report.to_html(tmp_path / "page.html").read_text()
+    assert "3.00 MiB above the budget" in page
+    assert "<td>train.py:12</td><td>metrics</td><td>&lt;softmax&gt;</td>" in page
+    within = dataclasses.replace(report, measured=dataclasses.replace(step, limit=9 << 20, plain=None, lines=()))
+    assert "ABOVE" not in str(within)
+    assert 'id="outside"' not in within.to_html(tmp_path / "within.html").read_text()

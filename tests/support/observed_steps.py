@@ -106,7 +106,7 @@ def tiny_step(name: str, lowering: str) -> TinyStep:
         events = AllocatorEvents()
         events.start()
         step()
-        operators = tuple(read_events([size for _, size in events.stop()]))
+        operators = tuple(read_events([event.bytes for event in events.stop()]))
     finally:
         watching.clear()
     model.zero_grad()

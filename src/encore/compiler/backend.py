@@ -31,7 +31,7 @@ from encore.compiler.pipeline import compile_captured, plan_calls
 from encore.compiler.session import CapturedGraph, PlainGraph, Session
 from encore.compiler.stage_clock import StageClock, collector_paused
 from encore.compiler.variants import GraphRunner, Variant
-from encore.errors import EncoreError, IllegalGraphError
+from encore.errors import EncoreError, IllegalGraphError, OptionError
 from encore.graph import Graph, Primal, UnsupportedGraphError, build_graph
 from encore.options import Options, make_options
 
@@ -52,7 +52,10 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="encore", options={"budget": "2GiB"})`."""
     with _encore_errors_unwrapped():
-        session = Session("torch.compile", make_options({**(options or {}), **unknown}), one_graph=True)
+        checked = make_options({**(options or {}), **unknown})
+        if checked.strict:
+            raise OptionError("strict=True measures whole steps, which torch.compile does not show; use encore.compile")
+        session = Session("torch.compile", checked, one_graph=True)
     return GraphCompiler(session)(module, inputs)
 
 
@@ -95,12 +98,12 @@ class GraphCompiler:
         self.session.remember_tensors(inputs)
         torch_private.pin_sizes(module)
         torch_private.guard_hooks()
-        with _encore_errors_unwrapped():
+        with _encore_errors_unwrapped(), self.session.plain_saves.off():
             compilation = self.compilation(self.session, module, inputs)
             compiled = compilation.compile()
         if self.session.checks and isinstance(compilation.runner, GraphRunner):
             return CheckedCall(self.session, compilation.runner, module, compiled)
-        return compiled
+        return self.session.plain_saves.paused(compiled) if compilation.shares else compiled
 
 
 class GraphCompilation:

@@ -21,6 +21,7 @@ import torch
 from encore.checking import checks_enabled
 from encore.compiler.bypass import BypassWatch
 from encore.compiler.lossy_check import LossyCheck
+from encore.compiler.plain_saves import PlainSaves
 from encore.compiler.step import StepPlanner
 from encore.compiler.watch import CodeWatch
 from encore.cost import LinkLessons, Seconds, Workspaces, assumed_link, known_link, link_to
@@ -164,6 +165,8 @@ class Session:
         """By number of graphs: the bytes that so many graphs of a step take unplanned, at most."""
         self._lock = threading.Lock()
         self.step = StepPlanner(self)
+        self.plain_saves = PlainSaves(lambda: self.transports)
+        """The hooks that plain code between the graphs saves through, where the budget needs it."""
         self.codes: frozenset[CodeType] = frozenset()
         """The code of the model, by which a graph of all of it is known."""
         sessions.add(self)
@@ -251,6 +254,11 @@ class Session:
         if size > self._outside:
             self.options = dataclasses.replace(self.options, resident=self.options.resident + size - self._outside)
             self._outside = size
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that packing allocates in a step, which count as resident."""
+        return self._outside
 
     def note_backward(self) -> None:
         if self.checking:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -40,10 +39,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from encore.capture import torch_private
+from encore.compiler.measured_steps import MeasuredSteps
 from encore.cost.observation import Observation, Segment
 from encore.graph import Role
 from encore.plan.budget import budget_error, stack_plans
 from encore.plan.calls import Around, CallCosts, SharedBudget, SharedChoice, received_bytes
+from encore.report.steps import MeasuredStep
 from encore.units import bytes_text
 
 if TYPE_CHECKING:
@@ -94,9 +95,13 @@ class Program:
     """The calls of a step, by the numbers of their graphs, and how they are planned."""
 
     calls: tuple[int, ...]
+    whole: bool = False
+    """Whether it is one call of one graph, which is all of the model."""
     shared: SharedChoice | None = None
     variants: tuple[Variant, ...] = ()
     """One for each call."""
+    around: tuple[Around, ...] = ()
+    """What was around each call when it was planned."""
     unplanned: int = 0
     """Peak of the step with everything kept."""
     floor: int = 0
@@ -139,7 +144,10 @@ class StepPlanner:
         self._observation: Observation | None = None
         self._wanted = False
         """Whether steps are planned."""
-        self._warned = False
+        self.measured = MeasuredSteps()
+        self._end = 0
+        """The mark at the end of the latest backward pass, while the step is observed."""
+        self._awaits_end = False
         self._records = True
         """Whether calls are recorded: not once the steps that run are known."""
         self.last: Program | None = None
@@ -167,6 +175,17 @@ class StepPlanner:
         calls = tuple(call.runner.number for call in self.calls)
         return self.programs.get(calls) if calls else self.last
 
+    def latest_measured(self) -> MeasuredStep | None:
+        """The latest step that was measured: the one that is over but not finished, if it is."""
+        observation, calls = self._observation, self.calls
+        if observation is not None and observation.is_over and all(len(call.marks) == 4 for call in calls):
+            program = self.program
+            if program is not None:
+                self._measure(calls, observation, observation.stop(), (program.resident, program.limit))
+            elif len(calls) == 1 and calls[0].runner.is_whole:
+                self._measure(calls, observation, observation.stop(), self._bound_alone(calls[0]))
+        return self.measured.latest
+
     # -- what a running step reports ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -181,7 +200,9 @@ class StepPlanner:
             self._beginning = _hash_of(call.runner.number for call in self.calls)
         if not self.calls:
             self.stop_observing()  # of a step that was given up
-            self._observation = Observation.start() if self._should_observe() else None
+            self._end, self._awaits_end = 0, False
+            self._observation = self.measured.begin(self.session, wanted=self._should_observe())
+            self._records = self._records or self._observation is not None
 
     def rehearse(self) -> None:
         """A graph of the running call turns out to be a part of the step. If it is the first one, rehearse the step and
@@ -199,7 +220,7 @@ class StepPlanner:
         if planned is None:
             return
         limit = planned.limit(budget, self._largest())
-        if limit is not None:
+        if limit is not None and not planned.fits_without_plain(limit):
             planned.require_room(budget, limit, returned=False)
         program = planned.program(planned.chosen(limit), limit)
         program.rounds, program.was_rehearsed = 2, True
@@ -271,10 +292,19 @@ class StepPlanner:
         if self._records:
             call.alive_around.append(self._outputs_alive())
         self._mark(call)
+        if self._observation is not None and not self._awaits_end:
+            self._awaits_end = True
+            torch_private.at_end_of_backward(self._backward_is_over)
 
     def backward_ends(self, call: Call | None) -> None:
-        if call is not None:
+        if call is not None and len(call.marks) == 3:
             self._mark(call)
+
+    def _backward_is_over(self) -> None:
+        self._awaits_end = False
+        if self._observation is not None:
+            self._end = self._observation.mark()
+            self._observation.is_over = not any(call.is_pending for call in self.calls)
 
     def _mark(self, call: Call) -> None:
         if self._observation is not None:
@@ -295,29 +325,37 @@ class StepPlanner:
         return any(program.variants and not program.settled for program in self.programs.values())
 
     def _finish(self) -> None:
-        calls, segments = self.calls, self.stop_observing()
+        calls, observation, segments = self.calls, self._observation, self.stop_observing()
         self.calls, self._beginning, self._backwards = [], 0, 0
         calls = [call for call in calls if call.backward_place >= 0]
-        if not calls or (len(calls) == 1 and calls[0].runner.is_whole):
-            self.last, self._records = None, False
-            return
+        if segments is not None and not all(len(call.marks) == 4 for call in calls):
+            segments = None
         key = tuple(call.runner.number for call in calls)
         program = self.programs.get(key)
-        if program is None:
-            program = Program(key)
+        whole = len(calls) == 1 and calls[0].runner.is_whole
+        if not calls or (whole and program is None and not self._exceeds_alone(calls[0], observation, segments)):
+            self.last, self._records = None, False
+            return
+        if program is None:  # plans of a single graph were chosen already: now around what was observed
+            program = Program(key, whole=whole, rounds=int(whole))
             self._add(program)
         self.last = program
-        if segments is not None and all(len(call.marks) == 4 for call in calls):
+        if segments is not None:
             first, last = calls[0].marks[0], max(call.marks[3] for call in calls)
             program.observed = max(segment.peak for segment in segments[first + 1 : last + 1])
-        else:
-            segments = None
         if not program.settled:
             was_recorded = all(len(call.alive_around) == 2 for call in calls)
             self._records = True  # the next step, if this one was not
             if was_recorded and all(call.runner.has_variants for call in calls):
-                self._plan(program, calls, segments)
+                self._plan(program, calls, segments, observation)
         self._records = self._records and not program.settled
+        if program.settled:
+            step = self._measure(calls, observation, segments, (program.resident, program.limit))
+            exceeds = step is not None and self.measured.exceeds(self.session, step)
+            if exceeds and self._saves_less(program, observation):
+                program.settled, self._records = False, True
+                return
+            self.measured.tell(self.session, step, program.floor + program.resident)
 
     def _add(self, program: Program) -> None:
         self.programs[program.calls] = program
@@ -325,18 +363,49 @@ class StepPlanner:
             oldest = self.programs.pop(next(iter(self.programs)))
             self._followers = {key: one for key, one in self._followers.items() if one is not oldest}
 
-    def _plan(self, program: Program, calls: list[Call], segments: list[Segment] | None) -> None:
+    def _measure(
+        self,
+        calls: Sequence[Call],
+        observation: Observation | None,
+        segments: Sequence[Segment] | None,
+        bound: tuple[int, int | None],
+    ) -> MeasuredStep | None:
+        """What the step that is over took, if it was observed; `bound` are its resident bytes and its budget."""
+        ran = [number for call in calls if segments is not None for number in (call.marks[1], call.marks[3])]
+        last = max([self._end, *ran])
+        key = tuple(call.runner.number for call in calls)
+        return self.measured.note(self.session, key, observation, segments, ran, last, bound)
+
+    def _bound_alone(self, call: Call) -> tuple[int, int | None]:
+        """The resident bytes and the budget of a step that is one call."""
+        return stack_plans([call.captured.plan]).resident + self.session.options.resident, call.captured.limit
+
+    def _exceeds_alone(self, call: Call, observation: Observation | None, segments: Sequence[Segment] | None) -> bool:
+        """Return whether a step of one graph took more than its budget and can be planned again."""
+        if observation is None:
+            self.measured.skip((call.runner.number,))
+            self.measured.tell(self.session, None)
+            return False
+        step = self._measure([call], observation, segments, self._bound_alone(call))
+        if step is not None and call.runner.has_variants and self.measured.exceeds(self.session, step):
+            return True
+        self.measured.tell(self.session, step)
+        return False
+
+    def _plan(
+        self, program: Program, calls: list[Call], segments: list[Segment] | None, observation: Observation | None
+    ) -> None:
         """Choose plans for all calls: those of the lowest peak first, to be observed; then those for the budget."""
         if program.was_rehearsed:  # its graphs were compiled while it ran: the next step is observed
             program.was_rehearsed = False
             return
         if program.rounds >= ROUNDS or (program.rounds > 1 and (segments is None or program.is_as_predicted)):
             program.settled = True
-            self._warn_if_exceeded(program)
             return
         counts = Counter(call.runner for call in calls)
         plans = {runner: runner.call_plans(count) for runner, count in counts.items()}
         around = arounds(calls, segments)
+        program.around = tuple(around)
         program.rounds += 1
         program.resident = stack_plans([plans[runner].kept for runner in counts]).resident
         program.resident += self.session.options.resident
@@ -348,7 +417,11 @@ class StepPlanner:
             program.floor = found.floor
             shared = None if program.limit is None else found.within(program.limit - program.resident)
             if shared is None and program.limit is not None and program.rounds > 1:
-                self._require_room(program, found.lowest(), plans, calls, around)
+                least = [plans[call.runner].costs for call in calls]
+                fits = SharedBudget([Around(0, 0)] * len(calls), least).floor + program.resident <= program.limit
+                if not (fits and self._saves_less(program, observation)):
+                    self._require_room(program, found.lowest(), plans, calls, around)
+            self.measured.lines_wanted |= shared is None and program.limit is not None and program.rounds > 1
             if shared is None or program.rounds == 1:
                 shared = found.lowest()
             picked = [(plans[call.runner], number) for call, number in zip(calls, shared.plans, strict=True)]
@@ -368,6 +441,18 @@ class StepPlanner:
             bytes_text(program.unplanned),
             len(set(map(id, program.variants))),
         )
+
+    def _saves_less(self, program: Program, observation: Observation | None) -> bool:
+        """Have plain code between the graphs save less from the next step on, and plan again when that was observed;
+        False if it cannot. Whether the code allows hooks is known of a step whose Python calls were recorded."""
+        saves = self.session.plain_saves
+        if program.whole or observation is None or not saves.may_save_less:
+            return False
+        if observation.lines and not (observation.allows_hooks and saves.save_less()):
+            return False
+        self.measured.lines_wanted |= not observation.lines
+        program.rounds = 1
+        return True
 
     def _limit(self, program: Program) -> int | None:
         """The budget in bytes; None for the lowest reachable peak. A percentage is one of the largest step so far."""
@@ -399,28 +484,14 @@ class StepPlanner:
         assert program.limit is not None
         costs = [plans[call.runner].costs[number] for call, number in zip(calls, lowest.plans, strict=True)]
         captured = step_peak([dataclasses.replace(one, between=0) for one in around], costs)
-        if captured + program.resident <= program.limit:
+        # A single graph has a plan within the budget already, but for the code around it.
+        if program.whole or captured + program.resident <= program.limit:
             return
         floor, tiers = lowest.step_peak + program.resident, bool(self.session.options.tiers)
         largest = max(range(len(calls)), key=lambda place: costs[place].backward_peak)
         plan = plans[calls[largest].runner].variant(lowest.plans[largest]).captured.plan
         what = f"this step of {len(calls)} calls of {len(plans)} graphs"
         raise budget_error(plan, self.session.options.budget, program.limit, floor, tiers=tiers, what=what)
-
-    def _warn_if_exceeded(self, program: Program) -> None:
-        shared, limit = program.shared, program.limit
-        if shared is None or limit is None:
-            return
-        taken = max(shared.step_peak, program.observed or 0) + program.resident
-        if taken > limit and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"encore: a step of {self.session.name} takes {bytes_text(taken)}, more than its budget of "
-                f"{bytes_text(limit)}: code outside of the captured graphs (the loss, or what Dynamo leaves to Python) "
-                "allocates the difference. Move it into the compiled model, or raise the budget to "
-                f"{bytes_text(max(program.floor + program.resident, taken))}",
-                stacklevel=2,
-            )
 
 
 def step_peak(around: Sequence[Around], costs: Sequence[CallCosts]) -> int:

@@ -210,6 +210,14 @@ class StepPlans:
         choice = SharedChoice(numbers, self.peak(numbers), 0.0)
         return dataclasses.replace(choice, seconds=sum(cost.seconds for cost in self._costs(choice)))
 
+    def fits_without_plain(self, limit: int) -> bool:
+        """Return whether the step is within so many bytes if plain code between the calls keeps nothing: how much less
+        it can save is only known once it has run."""
+        other = copy.copy(self)
+        known = {block for call in self.calls for block in (*call.reads, *call.outputs) if block is not None}
+        other._bytes = np.where([block in known for block in self._places], self._bytes, 0)
+        return self.resident + min(other.peak(one.plans, returned=False) for one in self.front) <= limit
+
     def require_room(self, budget: Budget, limit: int, *, returned: bool = True) -> None:
         """Raise if no choice is within so many bytes."""
         peaks = [one.step_peak if returned else self.peak(one.plans, returned=False) for one in self.front]

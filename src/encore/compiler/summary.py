@@ -15,6 +15,7 @@ from encore.options import Options
 from encore.plan import GraphPlan, Plan, SavedPlan, stack_plans
 from encore.report.points import Curve, best
 from encore.report.report import DecisionRow, GraphRow, LossyRow, Prediction, Report
+from encore.report.steps import MeasuredStep
 from encore.schedule import Fused, Kind, Timeline
 from encore.units import bytes_text
 
@@ -25,8 +26,10 @@ def report_of(
     options: Options,
     plain: Sequence[PlainGraph] = (),
     program: Program | None = None,
+    measured: MeasuredStep | None = None,
 ) -> Report:
-    """Put the graphs of one step together; `program` is what is known of a step of several calls."""
+    """Put the graphs of one step together; `program` is what is known of a step of several calls, `measured` what the
+    allocator gave for one that ran."""
     distinct = list({id(graph): graph for graph in graphs}.values())
     plans = [graph.plan for graph in graphs]
     resident = stack_plans(plans).resident + options.resident
@@ -35,8 +38,13 @@ def report_of(
     limit = graphs[-1].limit
     if program is not None and program.shared is not None:
         resident, limit = program.resident, program.limit
+        around = program.around if len(program.around) == len(plans) else ()
         planned = _as_observed(planned, program.shared.step_peak, program.shared.seconds)
         unplanned = _as_observed(unplanned, program.unplanned, unplanned.seconds)
+        if around:
+            planned = dataclasses.replace(planned, profile=profile_of(plans, options.resident, around))
+            kept = profile_of([graph.unplanned for graph in graphs], options.resident, around)
+            unplanned = dataclasses.replace(unplanned, profile=kept)
     return Report(
         name=name,
         resident=resident,
@@ -57,6 +65,7 @@ def report_of(
         beside=options.resident,
         stalled=_stalled(graphs),
         lossy=_lossy(distinct, options),
+        measured=measured,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from encore.cost.lines import own_events
 from encore.cost.observation import Observation
 from encore.cost.torch_private import AllocatorEvents, profiler_is_running
 from encore.devices import devices_in_use, synchronize
@@ -83,8 +84,8 @@ class _CpuMeter:
 
     def stop(self) -> tuple[int, int]:
         live = peak = 0
-        for _, size in self._events.stop():
-            live += size
+        for event in own_events(self._events.stop()):
+            live += event.bytes
             peak = max(peak, live)
         return peak, live
 

@@ -1,6 +1,7 @@
 """The private API of PyTorch that costs use: the profiler, started for memory alone, without recording operators.
 
-Its public interface has no such mode. It reports every allocation and release of the CPU allocator.
+Its public interface has no such mode. It reports every allocation and release of the CPU allocator. It can also record
+operators and Python calls with them, and then knows which line allocates.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from encore.cost.lines import PlacedEvent, calls, placed_events
 
 LOG_LEVEL = "KINETO_LOG_LEVEL"
 _profiler: Any = torch._C._profiler
@@ -36,27 +39,35 @@ def _silent_kineto() -> Iterator[None]:
 
 
 class AllocatorEvents:
-    """Record CPU allocations (positive) and releases (negative) between `start` and `stop`."""
+    """Record CPU allocations (positive) and releases (negative) between `start` and `stop`; with `lines`, operators and
+    Python calls, too."""
 
-    def start(self) -> None:
+    def start(self, *, lines: bool = False) -> None:
+        self._lines = lines
         config = _profiler.ProfilerConfig(
             _profiler.ProfilerState.KINETO,
             False,  # no input shapes
             True,  # memory
-            False,  # no stacks
+            lines,  # Python calls
             False,  # no FLOPs
             False,  # no modules
             _profiler._ExperimentalConfig(),
         )
         activities = {_profiler.ProfilerActivity.CPU}
+        # USER_SCOPE alone: memory events need a running profiler, and operators would each add an event of their own.
+        scopes = {_profiler.RecordScope.USER_SCOPE}
+        if lines:
+            scopes |= {_profiler.RecordScope.FUNCTION, _profiler.RecordScope.BACKWARD_FUNCTION}
         with _silent_kineto():
             _autograd._prepare_profiler(config, activities)
-            # USER_SCOPE alone: memory events need a running profiler, and operators would each add an event of their
-            # own.
-            _autograd._enable_profiler(config, activities, {_profiler.RecordScope.USER_SCOPE})
+            _autograd._enable_profiler(config, activities, scopes)
 
-    def stop(self) -> list[tuple[int, int]]:
-        """Time in nanoseconds and bytes of every event, in order of time."""
-        events = [event for event in _autograd._disable_profiler().events() if event.name() == "[memory]"]
-        cpu = [event for event in events if event.device_type() == _autograd.DeviceType.CPU]
-        return sorted(((event.start_ns(), event.nbytes()) for event in cpu), key=lambda event: event[0])
+    forbids_hooks: bool | None = None
+    """Whether code switched saved-tensor hooks off, as `torch.func.grad` does; None if calls were not recorded."""
+
+    def stop(self) -> list[PlacedEvent]:
+        """Every allocation and reported release, in order of time."""
+        roots = list(_autograd._disable_profiler().experimental_event_tree())
+        if self._lines:
+            self.forbids_hooks = calls(roots, "disable_saved_tensors_hooks")
+        return placed_events(roots)

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from encore.report.allocations import Allocation, alive_at_peak
 from encore.report.points import Point
 from encore.report.profile import LAYERS, Profile
-from encore.report.table import NUMBER, common_path, fold_members, gradient_error_text
+from encore.report.table import NUMBER, common_path, counted_graphs, fold_members, gradient_error_text
 from encore.schedule import Kind
 from encore.units import bytes_text
 
@@ -52,6 +52,7 @@ def html_page(report: Report, *, measured: Sequence[Point] = (), peers: Sequence
         total=report.resident + report.planned.step_peak,
         before=report.resident + report.unplanned.step_peak,
         at_peak=at_peak(report.allocations),
+        graphs=counted_graphs(report.graphs),
         gradient_error="" if report.lossy is None else gradient_error_text(report.lossy),
         data=page_data(report, measured, peers),
         style=verbatim("page.css"),

@@ -12,7 +12,7 @@ from encore.units import bytes_text
 if TYPE_CHECKING:
     from encore.report.report import Report
 
-COLOURS = ("#7d8ba1", "#b4bfcd", "#4f9fd6", "#e8a317", "#17996b", "#b05fa5", "#7768c9", "#d1603d")
+COLOURS = ("#7d8ba1", "#b4bfcd", "#4f9fd6", "#e8a317", "#17996b", "#b05fa5", "#7768c9", "#d1603d", "#8a6d3b")
 """Of the layers, as on the page."""
 BUDGET_COLOUR = "#c0262d"
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -44,8 +44,8 @@ def timeline_png(report: Report) -> bytes:
         if near and report.budget:
             axes.axhline(report.budget / 1024**unit, color=BUDGET_COLOUR, linestyle="--", linewidth=1.2)
             axes.annotate(
-                f"budget {bytes_text(report.budget)}", (0.99, report.budget / 1024**unit), (0, 3),
-                xycoords=("axes fraction", "data"), textcoords="offset points", ha="right", color=BUDGET_COLOUR,
+                f"budget {bytes_text(report.budget)}", (0.01, report.budget / 1024**unit), (0, 3),
+                xycoords=("axes fraction", "data"), textcoords="offset points", ha="left", color=BUDGET_COLOUR,
             )  # fmt: skip
     panels[0].set_ylim(0, 1.15 * top / 1024**unit)
     panels[0].set_ylabel(f"memory held ({UNITS[unit]})")

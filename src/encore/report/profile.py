@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from encore.schedule import Kind
 
-LAYERS = {
+OUTSIDE = "around the calls"
+"""Of a step of several calls: outputs, gradients and what code outside of captured graphs keeps, as observed."""
+LAYERS: dict[str, tuple[Kind, ...]] = {
     "parameters": (Kind.PARAMETER,),
     "beside the step": (),
     "inputs": (Kind.INPUT,),
@@ -15,6 +17,7 @@ LAYERS = {
     "gradients": (Kind.GRADIENT,),
     "outputs and temporaries": (Kind.OUTPUT, Kind.TEMPORARY),
     "workspaces": (Kind.WORKSPACE,),
+    OUTSIDE: (),
 }
 """What the memory of a step is there for, from what always stays to what is there for a moment. `resident=` and
 `optimizer=` count as beside the step."""

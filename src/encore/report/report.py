@@ -15,6 +15,7 @@ from encore.plan import SavedPlan
 from encore.report.allocations import Allocation
 from encore.report.points import Curve, Point
 from encore.report.profile import Profile
+from encore.report.steps import MeasuredStep
 from encore.report.table import render
 from encore.whole_files import write_whole
 
@@ -166,6 +167,8 @@ class Report:
     """Seconds that the latest step did stand still for transfers; None before a step that has some."""
     lossy: LossyRow | None = None
     """The gradient error of lossy codecs; None where none were allowed."""
+    measured: MeasuredStep | None = None
+    """The latest step that was measured, with what ran outside of the captured graphs; None before one was."""
 
     @property
     def densest_step_peak(self) -> int:
@@ -185,6 +188,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         found = dataclasses.asdict(dataclasses.replace(self, plan=NO_PLAN, allocations=()))
         del found["plan"], found["allocations"]
+        if self.measured is not None:
+            found["measured"]["excess"] = self.measured.excess
         return {"encore_report": 1, **found}
 
     def to_json(self) -> str:

@@ -16,10 +16,11 @@ from encore.codecs import CODECS, Share
 from encore.units import bytes_text
 
 if TYPE_CHECKING:
-    from encore.report.report import DecisionRow, LossyRow, Report
+    from encore.report.report import DecisionRow, GraphRow, LossyRow, Report
 
 WIDTH = 118
 LISTED_ROWS = 40
+LISTED_LINES = 10
 NUMBER = re.compile(r"\d+")
 
 
@@ -38,6 +39,7 @@ def _totals(report: Report) -> str:
         f"  step peak         {bytes_text(planned.step_peak):>11}   predicted; unplanned {unplanned}",
         f"  saved for backward{bytes_text(planned.saved):>11}",
         f"  overhead          {planned.overhead:>10.1%}    predicted extra time",
+        *_measured(report),
     ]
     at_peak = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in planned.at_peak.items() if size)
     lines.append(f"  at the peak       {at_peak}")
@@ -59,6 +61,18 @@ def _totals(report: Report) -> str:
         stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in report.first_step.items())
         lines.append(f"  first step        {stages}")
     return "\n".join(lines)
+
+
+def _measured(report: Report) -> Iterator[str]:
+    """A step that ran: its peak next to the budget, and the lines outside of the captured graphs behind it."""
+    step = report.measured
+    if step is None:
+        return
+    missed = f"; {bytes_text(step.excess)} ABOVE the budget of {bytes_text(step.limit or 0)}" if step.excess else ""
+    yield f"  measured peak     {bytes_text(step.step_peak):>11}   step {step.number}, outside code included{missed}"
+    if step.plain is not None:
+        yield f"  outside code      {bytes_text(step.plain):>11}   of it, not in captured graphs"
+        yield from (f"    {line}" for line in step.lines[:LISTED_LINES] if line.bytes)
 
 
 def _codes(report: Report) -> Iterator[str]:
@@ -107,16 +121,22 @@ def _mean_density(rows: Sequence[DecisionRow], name: str) -> float:
 def _graphs(report: Report) -> str:
     """Several graphs, notes on them, and parts that run as plain PyTorch; nothing if there is none of these."""
     lines = []
-    distinct = {(graph.name, graph.break_line): graph for graph in report.graphs}
-    if len(report.graphs) > 1:
-        times = Counter((graph.name, graph.break_line) for graph in report.graphs)
-        for key, graph in distinct.items():
-            why = f"; ends at {graph.break_line}: {graph.break_reason}" if graph.break_reason else ""
-            calls = f" (x{times[key]})" if times[key] > 1 else ""
-            lines.append(f"  {graph.name}{calls}: {graph.operators} operators, peak {bytes_text(graph.step_peak)}{why}")
-    lines += [f"  note on {graph.name}: {note}" for graph in distinct.values() for note in graph.notes]
+    distinct = counted_graphs(report.graphs)
+    for graph, times in distinct if len(report.graphs) > 1 else ():
+        why = f"; ends at {graph.break_line}: {graph.break_reason}" if graph.break_reason else ""
+        calls, each = (f" (x{times})", " a call") if times > 1 else ("", "")
+        sizes = f"peak {bytes_text(graph.step_peak)}, saves {bytes_text(graph.saved)}{each}"
+        lines.append(f"  {graph.name}{calls}: {graph.operators} operators, {sizes}{why}")
+    lines += [f"  note on {graph.name}: {note}" for graph, _ in distinct for note in graph.notes]
     lines += [f"  plain PyTorch: {part}" for part in report.plain]
     return "\n".join(lines)
+
+
+def counted_graphs(graphs: Sequence[GraphRow]) -> list[tuple[GraphRow, int]]:
+    """The distinct graphs of a step, each with the number of its calls."""
+    counts = Counter((graph.name, graph.break_line) for graph in graphs)
+    distinct = {(graph.name, graph.break_line): graph for graph in graphs}
+    return [(graph, counts[key]) for key, graph in distinct.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from torch._dynamo import graph_break
 from encore.capture.torch_private.autograd_node import (
     Chain,
     Groups,
+    at_end_of_backward,
     backward_number,
     chain_of,
     keeps_graph,
@@ -45,6 +46,7 @@ from encore.capture.torch_private.layers import captured_layers
 from encore.capture.torch_private.messages import messages_after_graphs
 from encore.capture.torch_private.process import first_value, has_ranks
 from encore.capture.torch_private.replacements import Replacement, constructed_as, replaced_readers, traced_as
+from encore.capture.torch_private.saved_tensors import top_saved_tensors_hooks, without_top_saved_tensors_hooks
 from encore.capture.torch_private.tracing import (
     boxed,
     casts_automatically,
@@ -70,6 +72,7 @@ __all__ = [
     "Replacement",
     "TraceFailed",
     "WatchedFakeMode",
+    "at_end_of_backward",
     "backward_number",
     "boxed",
     "break_reason",
@@ -110,6 +113,7 @@ __all__ = [
     "shell",
     "takes_apart_tensors",
     "tangent_like",
+    "top_saved_tensors_hooks",
     "trace_functional",
     "trace_joint",
     "traced_as",
@@ -119,4 +123,5 @@ __all__ = [
     "warn_of_recurrent_layers",
     "was_written",
     "whole_graphs",
+    "without_top_saved_tensors_hooks",
 ]

@@ -31,6 +31,11 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Inside a backward: call this when the whole pass of autograd is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 @contextlib.contextmanager
 def _as_running(node: Any) -> Iterator[None]:
     before = running_node()
