@@ -14,6 +14,7 @@ import functools
 import shlex
 import subprocess
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +76,8 @@ def module_source(kernel: Kernel) -> str:
     mode = FakeTensorMode()
     operands = [_fake(mode, operand) for operand in kernel.operands]
     on_cpu = "cpu" in kernel.devices
-    with tracing(TracingContext(mode)), _settings():
+    with tracing(TracingContext(mode)), _settings(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # Inductor's, of PyTorch's own names
         try:
             with _no_functions_compiled():
                 with mode:  # decompositions create constants: fake ones
