@@ -29,7 +29,8 @@ OPERATORS = [
 def look():
     found = {}
     for name, config in CONFIGS.items():
-        found |= {f"{name}.{key}": repr(value) for key, value in config.get_config_copy().items()}
+        for key, value in config.get_config_copy().items():  # sets that are equal may be written in another order
+            found[f"{name}.{key}"] = repr(sorted(value, key=repr) if isinstance(value, set) else value)
     for operator in OPERATORS:
         found[f"kernels of {operator}"] = torch._C._dispatch_dump(operator.name())
         found[f"Python kernels of {operator}"] = {str(key): id(kernel) for key, kernel in operator.py_kernels.items()}
