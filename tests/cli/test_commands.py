@@ -40,18 +40,20 @@ options:
   --json      print the facts as JSON
 """,
     "estimate": """\
-usage: encore estimate [-h] [--budget B] [--tiers T] [--json] TARGET
+usage: encore estimate [-h] [--budget B] [--tiers T] [--device D] [--optimizer O] [--json] TARGET
 
 Predict what a training step takes; nothing runs.
 
 positional arguments:
-  TARGET      package.module:factory; the factory returns (model, args) or (model, args, kwargs), on any device
+  TARGET         package.module:factory; the factory returns (model, args) or (model, args, kwargs), on any device
 
 options:
-  -h, --help  show this help message and exit
-  --budget B  bytes, 2GiB, 500MB, 60% or min; exit code 2 if out of reach
-  --tiers T   where activations may be offloaded to, such as disk or host,disk
-  --json      print the estimate as JSON
+  -h, --help     show this help message and exit
+  --budget B     bytes, 2GiB, 500MB, 60% or min; exit code 2 if out of reach
+  --tiers T      where activations may be offloaded to, such as disk or host,disk
+  --device D     a GPU that need not be here, such as RTX3060 or A100-40GB
+  --optimizer O  with --device: its class in torch.optim, such as AdamW
+  --json         print the estimate as JSON
 """,
     "largest": """\
 usage: encore largest [-h] --budget B [--tiers T] [--json] TARGET

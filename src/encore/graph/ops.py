@@ -122,6 +122,8 @@ ANY_LAYOUT = frozenset({
     "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d", "adaptive_max_pool2d_backward",
     "nll_loss2d_forward", "mse_loss", "mse_loss_backward", "smooth_l1_loss", "smooth_l1_loss_backward",
     "binary_cross_entropy", "binary_cross_entropy_backward", "binary_cross_entropy_with_logits",
+    "huber_loss", "huber_loss_backward", "elu_backward", "leaky_relu_backward", "softplus_backward", "mish_backward",
+    "hardtanh_backward", "hardsigmoid_backward", "hardswish_backward",
     "threshold_backward", "glu", "glu_backward", "where", "masked_fill", "_prelu_kernel", "_prelu_kernel_backward",
 })  # fmt: skip
 """Operators whose results are the same however the memory of feature maps is laid out. Others may read it as their

@@ -21,7 +21,7 @@ from encore.whole_files import write_whole
 
 FIRST_STEP = {
     "capture": ("dynamo", "capture", "capture of repeats", "facts", "verify"),
-    "plan": ("plan",),
+    "plan": ("rehearsal", "plan"),
     "compile": ("compile", "lower"),
     "first run": ("first forward", "first backward"),
 }

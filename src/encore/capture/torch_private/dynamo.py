@@ -88,7 +88,7 @@ def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], li
 
 def outermost_codes(function: Callable[..., Any]) -> frozenset[CodeType]:
     """Return the code in which Dynamo begins if it captures the whole of a callable."""
-    owner = getattr(function, "__self__", None)
+    owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     functions = [function, torch._dynamo.external_utils.wrap_inline(function)]
     if isinstance(owner, torch.nn.Module):
         functions += [type(owner).forward, owner.forward]
