@@ -291,7 +291,7 @@ def test_random_programs_keep_their_budgets(calls: list[tuple[int, int]], budget
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            program = settle(model, step)
+            program = settle(model, step, 8)
         except BudgetError:
             assert budget != "min"
             return

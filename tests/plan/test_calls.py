@@ -58,3 +58,9 @@ def test_a_thousand_calls_are_planned() -> None:
     half = shared.within(4000)
     assert half is not None
     assert 3500 < half.step_peak <= 4000
+
+
+def test_gradients_that_a_call_is_given_count_until_their_last_use_if_it_frees_them() -> None:
+    cost = CallCosts(saved=10, forward_peak=10, backward_peak=60, seconds=1.0, freeing_peak=40)
+    kept, freed = (SharedBudget([Around(0, 5, frees_received=frees)], [[cost]]).floor for frees in (False, True))
+    assert (kept, freed) == (65, 45)

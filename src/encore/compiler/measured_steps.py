@@ -26,9 +26,8 @@ from encore.units import bytes_text
 if TYPE_CHECKING:
     from encore.compiler.session import Session
 
-SLACK = 0.01
-"""How far a step may be above its budget, as a fraction, without another plan and a warning: the accuracy of
-predictions. The report shows such a step, too, and with `strict=True` there is none."""
+SAME = 0.01
+"""How far the peaks of two steps may differ, as a fraction, for the lines of one to be those of the other."""
 MOST_KNOWN = 1024
 """Programs whose measured steps are remembered."""
 NAMED_LINES = 6
@@ -89,7 +88,7 @@ class MeasuredSteps:
             self.lines_wanted = False
             lines = plain_lines(observation.alive_at_peak(last), set(captured))
             plain = sum(one.bytes for one in lines)
-        elif before is not None and before.plain is not None and abs(before.step_peak - peak) <= SLACK * peak:
+        elif before is not None and before.plain is not None and abs(before.step_peak - peak) <= SAME * peak:
             plain, lines = before.plain, before.lines
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
@@ -100,15 +99,10 @@ class MeasuredSteps:
         """A step of this program is over and was not measured."""
         self._unknown_ran = program not in self._known
 
-    def exceeds(self, session: Session, step: MeasuredStep) -> bool:
-        """Return whether a step calls for another plan, a warning or an error."""
-        slack = 0.0 if session.options.strict else SLACK * (step.limit or 0)
-        return step.excess > slack
-
     def tell(self, session: Session, step: MeasuredStep | None, floor: int = 0) -> None:
         """Warn of a step above its budget, once its lines are known, or raise with `strict=True`; `step` is None if the
         step that is over was not measured. `floor` is the least that plans can come to."""
-        exceeds = step is not None and self.exceeds(session, step)
+        exceeds = step is not None and step.excess > 0
         if step is not None and exceeds and session.options.strict:
             self.lines_wanted = not step.lines
             raise BudgetExceededError(_message(session.name, step, floor), floor=max(floor, step.taken))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from encore.compiler.operator_names import operator_name, place_of
 from encore.plan import Plan, stack_plans
-from encore.plan.calls import Around, CallCosts
+from encore.plan.calls import Around, CallCosts, freed_gradients
 from encore.report.profile import LAYERS, OUTSIDE, Profile
 from encore.schedule import Free, Fused, Kind, Load, Run, Schedule, Store, Wait, stretches
 from encore.schedule.simulator import Moment
@@ -94,8 +94,9 @@ def _points_around(plans: Sequence[Plan], around: Sequence[Around]) -> Iterator[
         backward = plan.timeline.moments[ends[number] :]
         # Outputs that outlive the call are observed around it.
         twice = max(moment.peak for moment in backward) - costs[number].backward_peak
-        for moment in backward:
-            yield _Point(plan, moment, _feature_maps(saved[number]), around[number].backward - twice)
+        freed = freed_gradients(plan.schedule) if around[number].frees_received else [0] * len(backward)
+        for moment, less in zip(backward, freed, strict=True):
+            yield _Point(plan, moment, _feature_maps(saved[number]), around[number].backward - twice - less)
 
 
 def _feature_maps(size: int) -> tuple[int, ...]:

@@ -115,6 +115,8 @@ class RecordedCall:
     outputs: tuple[FakeBlock | None, ...] = ()
     marks: list[int] = field(default_factory=list)
     """Begin and end of its forward, then of its backward."""
+    frees_received: bool = False
+    """Whether nothing but the call keeps the gradients that it is given."""
 
 
 class RecordedGraph:
@@ -185,8 +187,10 @@ class RecordedGraph:
         call.marks.append(self.recording.memory.mark())
         received = {value: given[number] for value, number in zip(graph.tangents, sorted(taken), strict=True)}
         found = self._shapes(graph, graph.gradients, {value: one for value, one in received.items() if one is not None})
+        blocks = [self.recording.memory.block_of(one) for one in received.values()]
         given.clear()
         received.clear()
+        call.frees_received = all(block is not None and block.freed != NEVER for block in blocks)
         call.marks.append(self.recording.memory.mark())
         return tuple(one if tangents.gradients[place] & numbers else None for place, one in enumerate(found))
 

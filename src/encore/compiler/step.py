@@ -12,8 +12,8 @@ so it is planned in three steps:
    budget, that is an error after it.
 3. All calls are planned together for the budget (`plan/calls.py`), around what was observed.
 
-The second step of a rehearsed program is observed, too. If an observed step takes another peak than predicted, its
-calls are planned once more. Then the plans stay.
+The second step of a rehearsed program is observed, too. If an observed step takes another peak than predicted, or more
+than the budget, its calls are planned once more. Then the plans stay.
 
 A step that makes other calls than any step before (a longer loop, another branch) is a program of its own. While it
 follows a known program call by call, it uses the plans of that one; from where it leaves all known ones, the plans that
@@ -83,6 +83,10 @@ class Call:
     """Bytes of outputs that are alive when its forward begins, and when its backward begins."""
     backward_place: int = -1
     """How many backwards ran before its own; -1 while it has not run."""
+    received: tuple[StorageWeakRef, ...] = ()
+    """Storages of the gradients that its backward was given."""
+    frees_received: bool = False
+    """Whether these were freed before its backward was over."""
 
     @property
     def is_pending(self) -> bool:
@@ -123,10 +127,11 @@ class Program:
 
     @property
     def is_as_predicted(self) -> bool:
-        """Return whether the peak of the latest step is what its plans predict."""
+        """Return whether the peak of the latest step is within the budget and what its plans predict."""
         if self.shared is None or self.observed is None:
             return False
-        return abs(self.observed - self.shared.step_peak) <= TOLERANCE * self.shared.step_peak
+        is_within = self.limit is None or self.resident + self.observed <= self.limit
+        return is_within and abs(self.observed - self.shared.step_peak) <= TOLERANCE * self.shared.step_peak
 
 
 class StepPlanner:
@@ -284,19 +289,22 @@ class StepPlanner:
         call.outputs = tuple(found.values())
         self._mark(call)
 
-    def backward_begins(self, call: Call | None) -> None:
+    def backward_begins(self, call: Call | None, received: Sequence[Any] = ()) -> None:
         if call is None or call.backward_place >= 0:  # the graph was retained, and backward runs once more
             return
         call.backward_place = self._backwards
         self._backwards += 1
         if self._records:
             call.alive_around.append(self._outputs_alive())
+            call.received = tuple(StorageWeakRef(one.untyped_storage()) for one in received)
         self._mark(call)
         if self._observation is not None and not self._awaits_end:
             self._awaits_end = True
             torch_private.at_end_of_backward(self._backward_is_over)
 
     def backward_ends(self, call: Call | None) -> None:
+        if call is not None:
+            call.frees_received = bool(call.received) and all(one.expired() for one in call.received)
         if call is not None and len(call.marks) == 3:
             self._mark(call)
 
@@ -351,7 +359,7 @@ class StepPlanner:
         self._records = self._records and not program.settled
         if program.settled:
             step = self._measure(calls, observation, segments, (program.resident, program.limit))
-            exceeds = step is not None and self.measured.exceeds(self.session, step)
+            exceeds = step is not None and step.excess > 0
             if exceeds and self._saves_less(program, observation):
                 program.settled, self._records = False, True
                 return
@@ -387,7 +395,7 @@ class StepPlanner:
             self.measured.tell(self.session, None)
             return False
         step = self._measure([call], observation, segments, self._bound_alone(call))
-        if step is not None and call.runner.has_variants and self.measured.exceeds(self.session, step):
+        if step is not None and call.runner.has_variants and step.excess:
             return True
         self.measured.tell(self.session, step)
         return False
@@ -505,7 +513,7 @@ def arounds(calls: Sequence[Call], segments: Sequence[Segment] | None) -> list[A
     if segments is None:
         gradients = _gradients_before(calls)
         return [
-            Around(call.alive_around[0], call.alive_around[1] + gradient)
+            Around(call.alive_around[0], call.alive_around[1] + gradient, frees_received=call.frees_received)
             for call, gradient in zip(calls, gradients, strict=True)
         ]
     found = []
@@ -519,6 +527,7 @@ def arounds(calls: Sequence[Call], segments: Sequence[Segment] | None) -> list[A
                 forward=segments[begin].end - before,
                 backward=segments[backward].end - before - saved[number] - given,
                 between=plain - before - saved[number],
+                frees_received=call.frees_received,
             )
         )
     return found

@@ -117,7 +117,8 @@ class StepPlans:
             after = int(marks[np.searchsorted(marks, end, side="right")])
             before = int(marks[np.searchsorted(marks, backward) - 1])
             plain = max(alive[end : after + 1].max(), alive[before : backward + 1].max())
-            found.append(Around(int(alive[begin]), int(alive[backward]) - one.received, int(plain)))
+            kept = int(alive[backward]) - one.received
+            found.append(Around(int(alive[begin]), kept, int(plain), frees_received=call.frees_received))
         return found
 
     def _alive(self, saved: Sequence[SavedTensors], *, returned: bool) -> NDArray[np.int64]:

@@ -236,7 +236,8 @@ class GraphRunner:
     def _timed_backward(self, variant: Variant, args: list[Any], call: Call | None) -> Any:
         session, captured = self.session, variant.captured
         session.note_backward()
-        session.step.backward_begins(call)
+        given = len(variant.graph.tangents)
+        session.step.backward_begins(call, args[len(args) - given :] if call is not None else ())
         before, lessons = session.waited, captured.lessons
 
         def timed(args: list[Any]) -> Any:

@@ -12,6 +12,7 @@ The budget only picks from the complete ones: a larger budget never gives a slow
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from encore.graph import Graph
 from encore.plan.plan import Plan
+from encore.schedule import Free, Schedule
 
 MOST_PARTIAL = 1024
 """Partial choices that are kept from call to call."""
@@ -37,8 +39,11 @@ class CallCosts:
     """Alive between its forward and its backward."""
     forward_peak: int
     backward_peak: int
-    """Saved bytes and the gradients of its outputs included."""
+    """Saved bytes and the gradients of its outputs included, which stay until it is over."""
     seconds: float
+    freeing_peak: int | None = None
+    """The backward peak if nothing else keeps these gradients, so that they are freed at their last use; None: the
+    same."""
 
     @classmethod
     def of(cls, plan: Plan, seconds: float = 0.0) -> CallCosts:
@@ -48,16 +53,23 @@ class CallCosts:
         returned = {graph.values[value].storage for value in graph.returned} - kept
         outlive = _own_bytes(graph, returned) if timeline.outputs_outlive else 0
         place = next(place for place, moment in enumerate(timeline.moments) if moment.phase == "between")
+        backward = timeline.moments[place + 1 :]
+        freed = freed_gradients(plan.schedule)
         return cls(
             saved=_own_bytes(graph, kept),
             forward_peak=max(moment.peak for moment in timeline.moments[: place + 1]),
-            backward_peak=max(moment.peak for moment in timeline.moments[place + 1 :]) - outlive,
+            backward_peak=max(moment.peak for moment in backward) - outlive,
             seconds=seconds,
+            freeing_peak=max(moment.peak - less for moment, less in zip(backward, freed, strict=True)) - outlive,
         )
 
     @property
     def peak(self) -> int:
         return max(self.forward_peak, self.backward_peak)
+
+    def backward(self, *, frees_received: bool) -> int:
+        """The backward peak of a call that keeps or frees the gradients it is given."""
+        return self.backward_peak if self.freeing_peak is None or not frees_received else self.freeing_peak
 
     def dominates(self, other: CallCosts) -> bool:
         """Return whether it is no worse in anything."""
@@ -65,17 +77,34 @@ class CallCosts:
             self.saved <= other.saved
             and self.forward_peak <= other.forward_peak
             and self.backward_peak <= other.backward_peak
+            and self.backward(frees_received=True) <= other.backward(frees_received=True)
             and self.seconds <= other.seconds
         )
 
 
 def received_bytes(graph: Graph) -> int:
     """The gradients of its outputs that a call is given, which are there before its backward begins."""
-    return _own_bytes(
-        graph,
-        {graph.values[value].storage for value in graph.tangents}
-        - {graph.values[value].storage for value in graph.copied_tangents},
-    )
+    return _own_bytes(graph, _received(graph))
+
+
+def _received(graph: Graph) -> set[int | None]:
+    copied = {graph.values[value].storage for value in graph.copied_tangents}
+    return {graph.values[value].storage for value in graph.tangents} - copied
+
+
+def freed_gradients(schedule: Schedule) -> list[int]:
+    """The bytes of gradients that were given and have been used for the last time, after every action of backward and
+    at the end."""
+    graph = schedule.graph
+    storages = _received(graph) - {graph.values[value].storage for value in graph.gradients if value is not None}
+    last: dict[int | None, int] = {}
+    for number, action in enumerate(schedule.backward):
+        if isinstance(action, Free):
+            last[graph.values[action.value].storage] = number
+    freed = [0] * (len(schedule.backward) + 1)
+    for storage in storages & last.keys():
+        freed[last[storage]] = _own_bytes(graph, {storage})
+    return list(itertools.accumulate(freed))
 
 
 def _own_bytes(graph: Graph, storages: set[int | None]) -> int:
@@ -93,6 +122,8 @@ class Around:
     between: int = 0
     """At most while it is not the call that runs and no later call is pending: plain code, after its forward or before
     its backward."""
+    frees_received: bool = False
+    """Whether nothing but the call keeps the gradients that it is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +192,10 @@ class SharedBudget:
 
 def _columns(around: Around, offered: Sequence[CallCosts]) -> tuple[Numbers, Numbers, Numbers]:
     """Saved bytes, the peak of the call with what is there around it, and seconds, of every plan of a call."""
-    own = [max(around.forward + one.forward_peak, around.backward + one.backward_peak) for one in offered]
+    frees = around.frees_received
+    own = [
+        max(around.forward + one.forward_peak, around.backward + one.backward(frees_received=frees)) for one in offered
+    ]
     return (
         np.array([one.saved for one in offered], dtype=np.float64),
         np.array(own, dtype=np.float64),
