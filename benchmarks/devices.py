@@ -49,7 +49,7 @@ class EstimatedRow:
     reserved: int
     allocated: int
     fits: bool
-    """Whether the estimate says that it fits for sure. All rows ran."""
+    """Whether the estimate says that it fits, with the margin. All rows ran."""
 
     @property
     def error(self) -> float:

@@ -13,7 +13,7 @@ READING = """\
 memory in use, less the first sample of the run. **Estimate** is `encore.estimate(..., device=, optimizer=).reserved`,
 on a machine without a GPU; no number of it is fitted to these measurements. **xMem** is the best published estimator,
 whose estimates contain an offset that was measured on the GPU. **Fits** is whether the estimate says, with its
-margin, that the step fits for sure; every row ran, so a "no" is caution. Repeated measurements differ by 1 to 2 % in
+margin, that the step fits; every row ran, so a "no" is caution. Repeated measurements differ by 1 to 2 % in
 the median and by 6 to 10 % at the 90th percentile."""
 
 

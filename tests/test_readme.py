@@ -19,8 +19,12 @@ BLOCKS = [
 ]
 
 
-def test_there_are_examples() -> None:
-    assert BLOCK.search((ROOT / "README.md").read_text())
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert BLOCK.search(text)
+    assert len(text.splitlines()) <= 120
+    assert text.count("<img") + text.count("![") == 1
+    assert len(re.findall(r"^\|[ :|-]+\|$", text, re.MULTILINE)) == 1
 
 
 @pytest.mark.parametrize(("page", "block"), BLOCKS)

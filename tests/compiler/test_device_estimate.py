@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from torch.nn import functional as F
 
 import encore
 from encore.cli.commands import main
+from encore.compiler.device_estimate import CONVOLUTION_MARGIN, MARGIN
 from encore.compiler.device_step import run_device_step
 from encore.devices import PROFILES
 from encore.errors import BudgetError, OptionError
 
+MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks-devices.md"
 RTX3060 = PROFILES["RTX3060"]
 MIB = 1 << 20
 
@@ -189,3 +192,12 @@ def test_estimates_agree_with_published_measurements(layers: int, batch: int, op
         model, input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, device="RTX3060", optimizer=optimizer
     )
     assert abs(found.reserved / measured - 1) < 0.04  # another version of transformers computes the loss differently
+
+
+def test_no_published_row_is_above_its_estimate_by_more_than_the_margin() -> None:
+    rows = [line.split(" | ") for line in MEASURED.read_text().splitlines() if "RTX" in line or "A100" in line]
+    rows = [row for row in rows if len(row) == 9]
+    assert len(rows) == 57
+    for row in rows:
+        margin = MARGIN if "/" in row[0] or "T5" in row[0] else CONVOLUTION_MARGIN
+        assert 1 / (1 + float(row[6].rstrip("%")) / 100) <= 1 + margin, row[0]

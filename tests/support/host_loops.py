@@ -46,6 +46,7 @@ def by_transformers(model: nn.Module, batches: list[Batch], steps: int, options:
     with tempfile.TemporaryDirectory() as folder, host_warnings():
         made = trainer(model, batches, callbacks, folder, max_steps=steps)
         made.train()
+    assert all(callback.planned.predicted for callback in callbacks)
     return losses_of(made)
 
 
@@ -95,6 +96,7 @@ def by_lightning(model: nn.Module, batches: list[Batch], steps: int, options: Op
         callbacks = [EncoreCallback(**options)]
     module = lightning_module(lightning, model)
     fit(lightning, module, batches, max_steps=steps, callbacks=callbacks)
+    assert all(callback.planned.predicted for callback in callbacks)
     return module.losses
 
 
@@ -114,6 +116,7 @@ def by_accelerate(model: nn.Module, batches: list[Batch], steps: int, options: O
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
+    assert options is None or encore.report(model).graphs
     return losses
 
 

@@ -123,7 +123,7 @@ def run_estimate(arguments: argparse.Namespace) -> int:
 
 
 def _estimate_on_device(arguments: argparse.Namespace) -> int:
-    """Plain PyTorch on a device, and, if that does not fit for sure, the plan that does."""
+    """Plain PyTorch on a device, and, if that does not fit with the margin, the plan that does."""
     find_profile(arguments.device)  # before the target is loaded
     model, args, kwargs = load_target(arguments.target)
     found = encore.estimate(model, *args, device=arguments.device, optimizer=arguments.optimizer, **kwargs)
