@@ -38,7 +38,7 @@ test-cuda: $(CUDA_STAMP)
 	    $(CUDA_VENV)/bin/python -m pytest -q -m nullcuda tests/nullcuda
 
 bench: install
-	for suite in spine steps fast echo gist rnn rnn-workloads plan accuracy devices bptt; do $(BIN)/python -m benchmarks $$suite || exit 1; done
+	for suite in spine steps lengths fast echo gist rnn rnn-workloads plan accuracy devices bptt; do $(BIN)/python -m benchmarks $$suite || exit 1; done
 
 lint: install
 	$(BIN)/ruff check .

@@ -25,6 +25,8 @@ from benchmarks import (
     fast_table,
     layers,
     layers_table,
+    lengths,
+    lengths_table,
     plan,
     plan_table,
     plots,
@@ -95,6 +97,7 @@ def _contest(name: str) -> Suite:
 SUITES: dict[str, Suite] = {
     "spine": Suite(spine.run_spine, spine.SpineSuite, spine_table),
     "steps": Suite(steps.run_steps, steps.StepSuite, steps_table),
+    "lengths": Suite(lengths.run_lengths, lengths.LengthSuite, lengths_table),
     "fast": Suite(fast.run_fast, fast.FastSuite, fast_table),
     "plan": Suite(plan.run_plan, plan.PlanSuite, plan_table, lambda found: plots.budgets(found.budgets)),
     "echo": _contest("echo"),
