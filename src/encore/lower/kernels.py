@@ -281,11 +281,13 @@ class KernelStore:
     def _bind(self, kernel: Kernel) -> bool:
         """Have a kernel with symbols run for these sizes; return False if none is right for them."""
         for key in self._structures[kernel.structure].symbolic:
-            if key in self._symbolic or self._load(key):
-                bound = self._symbolic[key].bind(kernel)
-                if bound is not None:
-                    self._ready[kernel.key] = CompiledKernel(*bound)
-                    return True
+            if key not in self._symbolic and not self._load(key):
+                self._structures.drop_symbolic(kernel.structure, key)
+                continue
+            bound = self._symbolic[key].bind(kernel)
+            if bound is not None:
+                self._ready[kernel.key] = CompiledKernel(*bound)
+                return True
         return False
 
     def _make_ready(self, record: KernelRecord, folder: Path) -> None:

@@ -73,6 +73,11 @@ class Structures:
         known = self[structure]
         self._change(dataclasses.replace(known, symbolic=tuple(dict.fromkeys((*known.symbolic, key)))))
 
+    def drop_symbolic(self, structure: str, key: str) -> None:
+        """Forget a kernel with symbols that cannot be loaded."""
+        known = self[structure]
+        self._known[structure] = dataclasses.replace(known, symbolic=tuple(one for one in known.symbolic if one != key))
+
     def add_failure(self, structure: str) -> None:
         """Remember that a kernel with symbols could not be compiled."""
         known = self[structure]

@@ -133,9 +133,11 @@ class Kernel:
             for (shape, layout), found in zip(wanted, strides, strict=True)
         )
 
-    @property
+    @functools.cached_property
     def devices(self) -> set[str]:
-        return {operand.device for operand in self.operands}
+        """Those of its operands, and those on which it makes tensors (a mask) without one."""
+        made = {str(given) for call in self.calls for _, given in call.kwargs if isinstance(given, torch.device)}
+        return {operand.device for operand in self.operands} | made
 
 
 @dataclass(frozen=True)
