@@ -270,10 +270,10 @@ class KernelStore:
         """Have a kernel ready that was compiled for these sizes or is right for them, from memory or disk."""
         return kernel.key in self._ready or self._load(kernel.key) or self._bind(kernel)
 
-    def _load(self, key: str) -> bool:
+    def _load(self, key: str, *, symbolic: bool = False) -> bool:
         """Load a kernel from disk; return False if its record or extension is missing or damaged."""
         try:
-            self._make_ready(KernelRecord.read(self._path(key), key), self.folder)
+            self._make_ready(KernelRecord.read(self._path(key), key, symbolic=symbolic), self.folder)
         except Exception:  # of any kind, since a record has code: it is compiled again
             return False
         return True
@@ -281,7 +281,7 @@ class KernelStore:
     def _bind(self, kernel: Kernel) -> bool:
         """Have a kernel with symbols run for these sizes; return False if none is right for them."""
         for key in self._structures[kernel.structure].symbolic:
-            if key not in self._symbolic and not self._load(key):
+            if key not in self._symbolic and not self._load(key, symbolic=True):
                 self._structures.drop_symbolic(kernel.structure, key)
                 continue
             bound = self._symbolic[key].bind(kernel)

@@ -71,15 +71,17 @@ class KernelRecord:
     rules: Rules | None = None
 
     @classmethod
-    def read(cls, path: Path, key: str) -> KernelRecord:
+    def read(cls, path: Path, key: str, *, symbolic: bool) -> KernelRecord:
         """Check every field; raise `CachedFileError` if one is not what `write_record` was given."""
         found = read_record(path)
         rules = Rules.parse(found.get("rules"))
+        if rules is None and found.get("rules") is not None:
+            raise CachedFileError("its rules are damaged")
         try:
             record = cls(**{**found, "rules": rules})
         except TypeError as error:
             raise CachedFileError(f"it has other fields than a kernel ({error})") from error
-        if not record._is_sound() or record.key != key or (rules is None) is not (found.get("rules") is None):
+        if not record._is_sound() or record.key != key or (rules is not None) is not symbolic:
             raise CachedFileError(f"it is not a record of the kernel {key}")
         return record
 

@@ -23,6 +23,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -112,14 +113,14 @@ def _lowered(
         try:
             given = [*symbols, *(_fake(mode, operand) for operand in kernel_of(symbols).operands)]
             run = _as_function(kernel, kernel_of, len(symbols))
-            with _no_functions_compiled(), _threads_noted() as parallel:
+            with _no_functions_compiled(), _nests_noted() as nests:
                 with mode, enable_python_dispatcher() if symbols else contextlib.nullcontext():
                     # decompositions create constants: fake ones
                     traced = make_fx(run, decomposition_table=_decompositions(on_cpu))(*given)
                 (end,) = traced.graph.find_nodes(op="output")
                 end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
                 compiled = compile_fx_inner(traced, given, is_inference=True)
-            guards = _guards(environment, names, parallel) if environment else ()
+            guards = _guards(environment, names, nests) if environment else ()
         except Exception as error:  # of any kind: the kernel's operators run one by one
             raise LoweringError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     return compiled.source_code, guards  # type: ignore[attr-defined]
@@ -149,7 +150,16 @@ class _GuardPrinter(PythonPrinter):
         return self.names[symbol]
 
 
-def _guards(environment: ShapeEnv, names: Mapping[Any, str], parallel: Sequence[tuple[Any, bool]]) -> tuple[str, ...]:
+@dataclass(frozen=True, slots=True)
+class _Nest:
+    """A loop nest of a C++ kernel."""
+
+    iterations: Any
+    hint: int
+    is_parallel: bool
+
+
+def _guards(environment: ShapeEnv, names: Mapping[Any, str], nests: Sequence[_Nest]) -> tuple[str, ...]:
     """Everything that was assumed of the symbols, as text."""
     if environment.deferred_runtime_asserts:
         raise LoweringError("a size depends on data")
@@ -157,28 +167,30 @@ def _guards(environment: ShapeEnv, names: Mapping[Any, str], parallel: Sequence[
     texts = [printer.doprint(guard.expr) for guard in environment.guards]
     texts += [f"{printer.doprint(a)} == {printer.doprint(b)}" for a, b in environment.replacements.items()]
     least = torch.get_num_threads() * inductor_config.cpp.min_chunk_size
-    for iterations, is_parallel in parallel:
-        if iterations.free_symbols:
-            bound = f">= {least // LENIENT}" if is_parallel else f"< {least * LENIENT}"
-            texts.append(f"({printer.doprint(iterations)}) {bound}")
+    largest = max((nest for nest in nests if nest.is_parallel), key=lambda nest: nest.hint, default=None)
+    for nest in nests:
+        if nest.iterations.free_symbols and (nest is largest or not nest.is_parallel):
+            bound = f">= {least // LENIENT}" if nest.is_parallel else f"< {least * LENIENT}"
+            texts.append(f"({printer.doprint(nest.iterations)}) {bound}")
     return tuple(dict.fromkeys(texts))
 
 
 LENIENT = 4
-"""A loop that Inductor splits among threads also runs so with a fourth of the iterations that it asks for, and one in a
-single thread with four times as many, before another kernel is compiled."""
+"""A kernel whose largest loop Inductor splits among threads also runs with a fourth of the iterations that Inductor
+asks for, and a loop in a single thread with four times as many, before another kernel is compiled."""
 
 
 @contextmanager
-def _threads_noted() -> Iterator[list[tuple[Any, bool]]]:
+def _nests_noted() -> Iterator[list[_Nest]]:
     """Collect how many iterations each loop nest has, and whether they are split among threads."""
-    found: list[tuple[Any, bool]] = []
+    found: list[_Nest] = []
     decide = CppKernel.decide_parallel_depth
 
     def noted(kernel: CppKernel, most: Any, threads: int) -> Any:
         depth = decide(kernel, most, threads)
         if threads > 1:
-            found.append((sympy_product(kernel.call_ranges or ()), depth.parallel_depth > 0))
+            nest = _Nest(sympy_product(kernel.call_ranges or ()), kernel.size_hint(), depth.parallel_depth > 0)
+            found.append(nest)
         return depth
 
     with _patching, mock.patch.object(CppKernel, "decide_parallel_depth", noted):

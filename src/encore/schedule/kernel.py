@@ -84,21 +84,36 @@ class Kernel:
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers that its structure leaves out, in order."""
+        """The numbers that its structure leaves out, in order; for a scalar that is one over a size, that size."""
         found: list[int] = []
 
         def collect(number: Any) -> Any:
             if _is_size(number):
                 found.append(number)
+            elif type(number) is float and number in self._shares:
+                found.append(self._shares[number])
             return number
 
         _with_numbers(self, collect)
         return tuple(found)
 
     @functools.cached_property
+    def _shares(self) -> dict[float, int]:
+        """One over a size -> that size."""
+        found: dict[float, int] = {}
+
+        def collect(number: Any) -> Any:
+            if _is_size(number):
+                found[1 / number] = number
+            return number
+
+        _with_numbers(self, collect)
+        return found
+
+    @functools.cached_property
     def structure(self) -> str:
         """The hash of everything but the sizes: equal for kernels that `with_sizes` makes of each other."""
-        hollow = self.with_sizes([_Blank(position) for position in range(len(self.sizes))])
+        hollow = self.with_sizes([_BLANK] * len(self.sizes))
         orders = [_order(stride) for stride in (*(operand.stride for operand in self.operands), *self.layouts)]
         lines = [str(operand) for operand in hollow.operands]
         lines += [_aloud(call) for call in hollow.calls]
@@ -107,14 +122,12 @@ class Kernel:
 
     def with_sizes(self, sizes: Sequence[Any]) -> Kernel:
         """This kernel with other sizes in operands and operators; its outputs' shapes and layouts stay."""
-        remaining, shares = iter(sizes), {1 / size: position for position, size in reversed([*enumerate(self.sizes)])}
+        remaining = iter(sizes)
 
         def replace(number: Any) -> Any:
             if _is_size(number):
                 return next(remaining)
-            if type(number) is float and number in shares:
-                return 1 / sizes[shares[number]]
-            return number
+            return 1 / next(remaining) if type(number) is float and number in self._shares else number
 
         return _with_numbers(self, replace)
 
@@ -142,24 +155,18 @@ class Kernel:
 
 @dataclass(frozen=True)
 class _Blank:
-    """Stands for a size in the text of a structure; one over it is known by its position."""
+    """Stands for a size in the text of a structure."""
 
-    position: int
+    text: str
 
     def __repr__(self) -> str:
-        return "#"
+        return self.text
 
-    def __rtruediv__(self, number: float) -> _Share:
-        return _Share(self.position)
-
-
-@dataclass(frozen=True)
-class _Share:
-    """Stands for a scalar that is one over a size."""
-
-    position: int
+    def __rtruediv__(self, number: int) -> _Blank:
+        return _Blank(f"{number} / {self.text}")
 
 
+_BLANK = _Blank("#")
 LARGEST_SIZE = 1 << 62
 """Numbers from here on mean "to the end"."""
 
