@@ -182,7 +182,7 @@ def check(made: Compilation, kernel: Kernel) -> None:
 
 
 def is_symbolic(store: KernelStore, kernel: Kernel) -> bool:
-    return "_bound" in store._ready[kernel.key].call.__qualname__
+    return kernel.key in store._bound
 
 
 # -- a third size compiles nothing -----------------------------------------------------------------------------------
@@ -204,6 +204,18 @@ def test_the_second_sizes_make_a_kernel_that_later_ones_share(folder: Path) -> N
     assert made.fresh == 0, "another process finds them on disk"
     for kernel in kernels:
         check(made, kernel)
+
+
+def test_few_sizes_are_kept_ready(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lower_kernels, "MOST_BOUND", 2)
+    store = KernelStore(compiled)
+    several = [scaled(rows, rows) for rows in range(10, 15)]
+    for again in range(2):
+        made = store.compile(several)
+        assert made.fresh == 0, again
+        assert [*made.compiled] == [kernel.key for kernel in several]
+        assert len(store._bound) == 2
+    check(made, several[0])
 
 
 def test_a_scalar_that_is_one_over_a_size_follows_it() -> None:

@@ -1,5 +1,8 @@
 """Kernels compiled once per structure, many in one C++ file, and cached on disk.
 
+The first sizes of a structure have a kernel of their own, later ones share a kernel with symbols (`structures.py`), to
+which each is bound (`symbolic.py`).
+
 PyTorch's vector headers take a compiler seconds, a kernel fractions of one: the headers are compiled once a machine,
 and kernels in batches, in as many processes as there are cores, while the next batch is lowered. The cache has a record
 for each kernel (Inductor's module text, the names of its functions, its workspace) and an extension module for each
@@ -23,6 +26,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +59,8 @@ log = logging.getLogger("encore")
 KERNELS_A_FILE, KERNELS_WORTH_A_FILE = 12, 5
 """The most kernels in a file, and the fewest if there are as many: a file takes the compiler 0.9 seconds, and each
 kernel 0.1."""
+MOST_BOUND = 4096
+"""Sizes for which kernels with symbols are kept ready. Others take a fraction of a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,8 @@ class KernelStore:
         self.folder = folder
         self._ready: dict[str, CompiledKernel] = {}
         self._symbolic: dict[str, SymbolicKernel] = {}
+        self._bound: OrderedDict[str, CompiledKernel] = OrderedDict()
+        """Kernels with symbols for certain sizes, those used last at the end."""
         self._structures = Structures(folder)
         self._lock = threading.Lock()
 
@@ -91,15 +99,17 @@ class KernelStore:
         """Load these kernels from memory or disk, and compile those that are in neither."""
         wanted = {kernel.key: kernel for kernel in kernels}
         with self._lock:
-            missing = [kernel for kernel in wanted.values() if not self._find(kernel)]
+            compiled = self._found(wanted.values())
+            missing = [kernel for key, kernel in wanted.items() if key not in compiled]
             failed: dict[str, str] = {}
             fresh = self._compile(missing, failed) if missing else 0
-            compiled = {key: self._ready[key] for key in wanted if key in self._ready}
+            compiled.update(self._found(missing))
         return Compilation(compiled, failed, fresh)
 
     def workspace(self, kernel: Kernel) -> int | None:
         """The workspace of a kernel, if one that is right for its sizes has been compiled on this machine."""
-        return self._ready[kernel.key].workspace if self._find(kernel) else None
+        found = self._find(kernel)
+        return None if found is None else found.workspace
 
     # -- compiling ---------------------------------------------------------------------------------------------------
 
@@ -111,7 +121,7 @@ class KernelStore:
             return 0
         fresh = self._compile_all(kernels, failed, symbolic=True)
         # a kernel with symbols may have been lowered and not compiled
-        left = [kernel for kernel in kernels if kernel.key not in failed and not self._find(kernel)]
+        left = [kernel for kernel in kernels if kernel.key not in failed and self._find(kernel) is None]
         if left:
             fresh += self._compile_all(left, failed, symbolic=False)
         self._structures.save()
@@ -266,9 +276,18 @@ class KernelStore:
         except OSError as error:
             warn_unwritable(self.folder, error)
 
-    def _find(self, kernel: Kernel) -> bool:
-        """Have a kernel ready that was compiled for these sizes or is right for them, from memory or disk."""
-        return kernel.key in self._ready or self._load(kernel.key) or self._bind(kernel)
+    def _found(self, kernels: Iterable[Kernel]) -> dict[str, CompiledKernel]:
+        found = {kernel.key: self._find(kernel) for kernel in kernels}
+        return {key: kernel for key, kernel in found.items() if kernel is not None}
+
+    def _find(self, kernel: Kernel) -> CompiledKernel | None:
+        """A kernel that was compiled for these sizes or is right for them, from memory or disk."""
+        if kernel.key in self._ready or (kernel.key not in self._bound and self._load(kernel.key)):
+            return self._ready[kernel.key]
+        if kernel.key not in self._bound and not self._bind(kernel):
+            return None
+        self._bound.move_to_end(kernel.key)
+        return self._bound[kernel.key]
 
     def _load(self, key: str, *, symbolic: bool = False) -> bool:
         """Load a kernel from disk; return False if its record or extension is missing or damaged."""
@@ -286,7 +305,9 @@ class KernelStore:
                 continue
             bound = self._symbolic[key].bind(kernel)
             if bound is not None:
-                self._ready[kernel.key] = CompiledKernel(*bound)
+                self._bound[kernel.key] = CompiledKernel(*bound)
+                if len(self._bound) > MOST_BOUND:
+                    self._bound.popitem(last=False)
                 return True
         return False
 
