@@ -194,10 +194,10 @@ def test_a_damaged_kernel_is_compiled_again(folder: Path, damage: Callable[[Path
     assert KernelStore(folder).compile([kernel]).fresh == 0
 
 
-def test_nothing_but_kernels_is_left_in_the_folder(folder: Path) -> None:
+def test_nothing_but_a_kernel_and_its_structure_is_left_in_the_folder(folder: Path) -> None:
     KernelStore(folder).compile([kernel_of(wave, matrix())])
     kinds = sorted(path.suffix for path in folder.iterdir())
-    assert kinds == [".json", ".so"]
+    assert kinds == [".json", ".so", ".structure"]
 
 
 # -- kernels that fail -----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from encore.lower.extension import LoweringError
-from encore.lower.module_text import workspace_bytes
+from encore.lower.module_text import read_module
 
 
 def module(body: str) -> str:
@@ -25,7 +25,7 @@ def test_results_are_not_aside() -> None:
         del arg0_1
         return (buf0, )
     """
-    assert workspace_bytes(module(body)) == 0
+    assert read_module(module(body)).workspace == 0
 
 
 def test_a_buffer_that_is_not_returned_is_aside() -> None:
@@ -38,7 +38,7 @@ def test_a_buffer_that_is_not_returned_is_aside() -> None:
         del buf0
         return (buf1, )
     """
-    assert workspace_bytes(module(body)) == 32
+    assert read_module(module(body)).workspace == 32
 
 
 def test_only_what_is_alive_together_counts() -> None:
@@ -54,7 +54,7 @@ def test_only_what_is_alive_together_counts() -> None:
         cpp_fused_2(buf1, buf2)
         return (buf2, )
     """
-    assert workspace_bytes(module(body)) == 110 - 60
+    assert read_module(module(body)).workspace == 110 - 60
 
 
 def test_a_buffer_lives_on_under_another_name() -> None:
@@ -70,7 +70,7 @@ def test_a_buffer_lives_on_under_another_name() -> None:
         del buf2
         return (buf3, )
     """
-    assert workspace_bytes(module(body)) == 100
+    assert read_module(module(body)).workspace == 100
 
 
 def test_a_window_of_an_operand_takes_nothing() -> None:
@@ -82,7 +82,7 @@ def test_a_window_of_an_operand_takes_nothing() -> None:
         cpp_fused_0(buf0, buf1)
         return (reinterpret_tensor(buf1, (4, ), (1, ), 0), )
     """
-    assert workspace_bytes(module(body)) == 0
+    assert read_module(module(body)).workspace == 0
 
 
 def test_memory_is_counted_by_strides() -> None:
@@ -94,7 +94,7 @@ def test_memory_is_counted_by_strides() -> None:
         cpp_fused_0(buf0, buf1, buf2)
         return (buf1, )
     """
-    assert workspace_bytes(module(body)) == 4 * (2 * 10 + 1 + 1) + 1
+    assert read_module(module(body)).workspace == 4 * (2 * 10 + 1 + 1) + 1
 
 
 def test_a_kernel_that_writes_over_its_operands_returns_nothing() -> None:
@@ -105,7 +105,7 @@ def test_a_kernel_that_writes_over_its_operands_returns_nothing() -> None:
         del arg0_1
         return ()
     """
-    assert workspace_bytes(module(body)) == 0
+    assert read_module(module(body)).workspace == 0
 
 
 def test_a_triton_kernel_is_run_by_its_own_method() -> None:
@@ -116,7 +116,7 @@ def test_a_triton_kernel_is_run_by_its_own_method() -> None:
         triton_poi_fused_0.run(arg0_1, buf0, 8, stream=stream0)
         return (buf0, )
     """
-    assert workspace_bytes(module(body)) == 0
+    assert read_module(module(body)).workspace == 0
 
 
 REFUSED = {
@@ -146,7 +146,7 @@ REFUSED = {
 def test_what_is_refused(what: str) -> None:
     body, reason = REFUSED[what]
     with pytest.raises(LoweringError, match=reason):
-        workspace_bytes(module(body))
+        read_module(module(body))
 
 
 def test_operands_of_cuda_kernels_are_checked_for_alignment() -> None:
@@ -162,4 +162,4 @@ def test_operands_of_cuda_kernels_are_checked_for_alignment() -> None:
             del arg0_1
         return (buf0, )
     """
-    assert workspace_bytes(module(body)) == 0
+    assert read_module(module(body)).workspace == 0

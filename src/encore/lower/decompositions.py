@@ -42,12 +42,26 @@ def _sum_over(source: torch.Tensor, position: int) -> torch.Tensor:
     size = source.shape[position]
     if size < LONG:
         return aten.sum.dim_IntList(source, [position], True)
+    if isinstance(size, torch.SymInt):
+        return _sum_over_symbol(source, position)
     left = size % PIECE
     whole = source.narrow(position, 0, size - left)
     pieces = [*source.shape[:position], size // PIECE, PIECE, *source.shape[position + 1 :]]
     partial = aten.sum.dim_IntList(whole.reshape(pieces), [position + 1])
     total: torch.Tensor = aten.sum.dim_IntList(partial, [position], True)
     return total + aten.sum.dim_IntList(source.narrow(position, size - left, left), [position], True) if left else total
+
+
+def _sum_over_symbol(source: torch.Tensor, position: int) -> torch.Tensor:
+    """The same for a size that is a symbol: what is left has at least one piece, so that no size differs in kind."""
+    size = source.shape[position]
+    count = size // PIECE - 1
+    whole = source.narrow(position, 0, count * PIECE)
+    pieces = [*source.shape[:position], count, PIECE, *source.shape[position + 1 :]]
+    partial = aten.sum.dim_IntList(whole.reshape(pieces), [position + 1])
+    total: torch.Tensor = aten.sum.dim_IntList(partial, [position], True)
+    left = source.narrow(position, count * PIECE, size - count * PIECE)
+    return total + aten.sum.dim_IntList(left, [position], True)
 
 
 def sum_of_all(source: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:

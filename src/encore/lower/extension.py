@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CppFunction:
-    """A C++ function of a kernel's module, before it is compiled."""
+    """A C++ function of a kernel's module, before it is compiled. It takes tensors and sizes."""
 
     name: str
     argument_types: tuple[str, ...]
@@ -24,14 +24,19 @@ class LoweringError(Exception):
 
 BINDING = """
 static PyObject* py_{name}(PyObject*, PyObject* const* args, Py_ssize_t given) {{
-    if (given != {count}) return PyErr_Format(PyExc_TypeError, "{name} takes {count} tensors, not %zd", given);
-    try {{
+    if (given != {count}) return PyErr_Format(PyExc_TypeError, "{name} takes {count} arguments, not %zd", given);
+{sizes}    try {{
         {name}::kernel({arguments});
     }} catch (std::exception const& error) {{
         return PyErr_Format(PyExc_RuntimeError, "%s", error.what());
     }}
     Py_RETURN_NONE;
 }}
+"""
+
+SIZE = "const int64_t"
+READ_SIZE = f"""    {SIZE} size_{{position}} = PyLong_AsLongLong(args[{{position}}]);
+    if (PyErr_Occurred()) return NULL;
 """
 
 MODULE = """
@@ -64,15 +69,17 @@ def extension_source(module: str, functions: Sequence[CppFunction]) -> str:
     parts = [PREFIX]
     methods = []
     for function in functions:
-        if not all(kind.rstrip().endswith("*") for kind in function.argument_types):
-            raise LoweringError(f"a kernel takes {function.argument_types}, not only tensors")
+        kinds = [kind.strip() for kind in function.argument_types]
+        if not all(kind.endswith("*") or kind == SIZE for kind in kinds):
+            raise LoweringError(f"a kernel takes {function.argument_types}, not only tensors and sizes")
         body = "\n".join(line for line in function.source.splitlines() if not line.startswith("#include"))
         body = body.replace('extern "C"', "static", 1)
         arguments = ", ".join(
-            f"static_cast<{kind}>(address_of(args[{position}]))"
-            for position, kind in enumerate(function.argument_types)
+            f"size_{position}" if kind == SIZE else f"static_cast<{kind}>(address_of(args[{position}]))"
+            for position, kind in enumerate(kinds)
         )
+        sizes = "".join(READ_SIZE.format(position=position) for position, kind in enumerate(kinds) if kind == SIZE)
         parts.append(f"namespace {function.name} {{\n{body}\n}}")
-        parts.append(BINDING.format(name=function.name, count=len(function.argument_types), arguments=arguments or ""))
+        parts.append(BINDING.format(name=function.name, count=len(kinds), arguments=arguments, sizes=sizes))
         methods.append(f'    {{"{function.name}", (PyCFunction)py_{function.name}, METH_FASTCALL, NULL}},')
     return "\n".join([*parts, MODULE.format(module=module, methods="\n".join(methods))])

@@ -1,5 +1,8 @@
 """Kernels compiled once per structure, many in one C++ file, and cached on disk.
 
+The first sizes of a structure have a kernel of their own, later ones share a kernel with symbols (`structures.py`), to
+which each is bound (`symbolic.py`).
+
 PyTorch's vector headers take a compiler seconds, a kernel fractions of one: the headers are compiled once a machine,
 and kernels in batches, in as many processes as there are cores, while the next batch is lowered. The cache has a record
 for each kernel (Inductor's module text, the names of its functions, its workspace) and an extension module for each
@@ -17,12 +20,13 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
+import logging
 import os
-import re
 import shutil
 import subprocess
 import tempfile
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +38,6 @@ import torch
 from encore.cached_files import (
     CachedFileError,
     is_intact,
-    read_record,
     warn_unwritable,
     write_cached,
     write_record,
@@ -43,16 +46,21 @@ from encore.folders import cache_folder, private_directory
 from encore.lower import torch_private
 from encore.lower.extension import CppFunction, LoweringError, extension_source
 from encore.lower.header import kernel_header
-from encore.lower.module_text import returned_strides, workspace_bytes
+from encore.lower.module_text import read_module
+from encore.lower.records import Extension, KernelRecord, Rules
+from encore.lower.structures import Structures
+from encore.lower.symbolic import SymbolicKernel, SymbolicSource, lower_symbolic
 from encore.measurements import machine_key
 from encore.schedule.kernel import Kernel
 from encore.terminal import progress
 
+log = logging.getLogger("encore")
+
 KERNELS_A_FILE, KERNELS_WORTH_A_FILE = 12, 5
 """The most kernels in a file, and the fewest if there are as many: a file takes the compiler 0.9 seconds, and each
 kernel 0.1."""
-EXTENSION, SHA256 = re.compile(r"encore_kernels_[0-9a-f]{16}"), re.compile(r"[0-9a-f]{64}")
-"""Names that a record may have, none of which leads out of its folder."""
+MOST_BOUND = 4096
+"""Sizes for which kernels with symbols are kept ready. Others take a fraction of a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,136 +83,135 @@ class Compilation:
     """How many were compiled, since they were neither in memory nor on disk."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Extension:
-    """A compiled extension module."""
-
-    folder: Path
-    name: str
-    sha256: str
-
-    @property
-    def path(self) -> Path:
-        return self.folder / f"{self.name}-{self.sha256[:16]}.so"
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """A kernel in the cache."""
-
-    key: str
-    source: str
-    workspace: int
-    extension: str
-    """The extension module with its C++ functions; empty if it has none."""
-    extension_sha256: str
-    functions: dict[str, str]
-    """Their names in the kernel's own module -> in the extension."""
-
-    @classmethod
-    def parse(cls, found: Mapping[str, Any], key: str) -> _Record:
-        """Check every field; raise `CachedFileError` if one is not what `write_record` was given."""
-        try:
-            record = cls(**found)
-        except TypeError as error:
-            raise CachedFileError(f"it has other fields than a kernel ({error})") from error
-        if not record._is_sound() or record.key != key:
-            raise CachedFileError(f"it is not a record of the kernel {key}")
-        return record
-
-    def _is_sound(self) -> bool:
-        texts = (self.key, self.source, self.extension, self.extension_sha256)
-        if not all(isinstance(text, str) for text in texts) or not isinstance(self.functions, dict):
-            return False
-        named = EXTENSION.fullmatch(self.extension) and SHA256.fullmatch(self.extension_sha256)
-        return (
-            type(self.workspace) is int
-            and self.workspace >= 0
-            and bool(named or not (self.extension or self.extension_sha256 or self.functions))
-            and all(isinstance(name, str) and name.isidentifier() for name in self.functions.values())
-        )
-
-    def extension_in(self, folder: Path) -> _Extension:
-        return _Extension(folder, self.extension, self.extension_sha256)
-
-
 class KernelStore:
     """Kernels of this machine, torch version and number of threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._ready: dict[str, CompiledKernel] = {}
+        self._symbolic: dict[str, SymbolicKernel] = {}
+        self._bound: OrderedDict[str, CompiledKernel] = OrderedDict()
+        """Kernels with symbols for certain sizes, those used last at the end."""
+        self._structures = Structures(folder)
         self._lock = threading.Lock()
 
     def compile(self, kernels: Iterable[Kernel]) -> Compilation:
         """Load these kernels from memory or disk, and compile those that are in neither."""
         wanted = {kernel.key: kernel for kernel in kernels}
         with self._lock:
-            missing = [kernel for key, kernel in wanted.items() if key not in self._ready and not self._load(key)]
-            failed = self._compile(missing) if missing else {}
-            compiled = {key: self._ready[key] for key in wanted if key in self._ready}
-        return Compilation(compiled, failed, len(missing) - len(failed))
+            compiled = self._found(wanted.values())
+            missing = [kernel for key, kernel in wanted.items() if key not in compiled]
+            failed: dict[str, str] = {}
+            fresh = self._compile(missing, failed) if missing else 0
+            compiled.update(self._found(missing))
+        return Compilation(compiled, failed, fresh)
 
     def workspace(self, kernel: Kernel) -> int | None:
-        """The workspace of a kernel, if it has been compiled on this machine."""
-        if kernel.key not in self._ready and not self._load(kernel.key):
-            return None
-        return self._ready[kernel.key].workspace
+        """The workspace of a kernel, if one that is right for its sizes has been compiled on this machine."""
+        found = self._find(kernel)
+        return None if found is None else found.workspace
 
     # -- compiling ---------------------------------------------------------------------------------------------------
 
-    def _compile(self, kernels: Sequence[Kernel]) -> dict[str, str]:
-        """Compile and load kernels; return those that cannot be, and why."""
+    def _compile(self, kernels: Sequence[Kernel], failed: dict[str, str]) -> int:
+        """Compile and load kernels; return how many were compiled. Those that cannot be are `failed`."""
         missing = torch_private.missing_compiler() if any("cpu" in kernel.devices for kernel in kernels) else ""
         if missing:
-            return {kernel.key: missing for kernel in kernels}
-        failed: dict[str, str] = {}
+            failed.update({kernel.key: missing for kernel in kernels})
+            return 0
+        fresh = self._compile_all(kernels, failed, symbolic=True)
+        # a kernel with symbols may have been lowered and not compiled
+        left = [kernel for kernel in kernels if kernel.key not in failed and self._find(kernel) is None]
+        if left:
+            fresh += self._compile_all(left, failed, symbolic=False)
+        self._structures.save()
+        return fresh
+
+    def _compile_all(self, kernels: Sequence[Kernel], failed: dict[str, str], *, symbolic: bool) -> int:
+        fresh = 0
         with (
             progress("encore: compiling kernels", len(kernels), lines=False) as advance,
             concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool,
         ):
             header = pool.submit(kernel_header)
-            batches = [pool.submit(self._build, batch, header) for batch in self._lowered(kernels, failed, advance)]
-            for batch in concurrent.futures.as_completed(batches):
-                records, failures = batch.result()
-                failed.update(failures)
+            lowered = self._lowered(kernels, failed, advance, symbolic=symbolic)
+            batches = {pool.submit(self._build, batch, header): batch for batch in lowered}
+            for done in concurrent.futures.as_completed(batches):
+                batch = batches[done]
+                records, failures = done.result()
                 for key, (record, folder) in records.items():
                     if folder == self.folder:
                         self._write(record)
                     try:
                         self._make_ready(record, folder)
                     except Exception as error:  # for example a file system that is mounted noexec
-                        failed[key] = f"it cannot be loaded from {folder} ({error})"
-        return failed
+                        failures[key] = f"it cannot be loaded from {folder} ({error})"
+                    else:
+                        fresh += 1
+                        self._note(batch[key])
+                for key, why in failures.items():
+                    if batch[key].rules is None:
+                        failed[key] = why
+                    else:
+                        self._structures.add_failure(batch[key].kernel.structure)
+        return fresh
+
+    def _note(self, lowered: _Lowered) -> None:
+        """Remember which sizes were compiled."""
+        if lowered.rules is not None:
+            self._structures.add_symbolic(lowered.kernel.structure, lowered.key)
+        self._structures.add_sample(lowered.kernel)
 
     def _lowered(
-        self, kernels: Sequence[Kernel], failed: dict[str, str], advance: Callable[[str], None]
+        self, kernels: Sequence[Kernel], failed: dict[str, str], advance: Callable[[str], None], *, symbolic: bool
     ) -> Iterator[dict[str, _Lowered]]:
         """Lower kernels to module texts, in batches."""
         batch: dict[str, _Lowered] = {}
+        shared: list[SymbolicSource] = []
         share = max(KERNELS_WORTH_A_FILE, min(KERNELS_A_FILE, -(-len(kernels) // (os.cpu_count() or 1))))
         for kernel in kernels:
+            advance("")
+            if any(source.fits(kernel) for source in shared):
+                continue
             try:
-                batch[kernel.key] = _lower(kernel)
+                lowered = (self._lower_symbolic(kernel, shared) if symbolic else None) or _lower(kernel)
             except LoweringError as error:
                 failed[kernel.key] = str(error)
-            advance("")
+                continue
+            batch[lowered.key] = lowered
             if len(batch) == share:
                 yield batch
                 batch = {}
         if batch:
             yield batch
 
+    def _lower_symbolic(self, kernel: Kernel, shared: list[SymbolicSource]) -> _Lowered | None:
+        """Lower a kernel with symbols, if it is time for that and if it can be."""
+        samples = self._structures.samples(kernel)
+        if not samples:
+            self._structures.expect(kernel)
+            return None
+        try:
+            source = lower_symbolic(kernel, samples)
+            _, _, functions = torch_private.execute(source.text)
+        except LoweringError as error:
+            log.info("a kernel is compiled for its own sizes: %s", error)
+            self._structures.add_failure(kernel.structure)
+            return None
+        shared.append(source)
+        key = hashlib.sha256(repr(source.rules).encode()).hexdigest()[:24]
+        return _Lowered(key, kernel, source.text, tuple(functions), 0, source.rules)
+
     def _build(
         self, batch: Mapping[str, _Lowered], header: concurrent.futures.Future[Path]
-    ) -> tuple[dict[str, tuple[_Record, Path]], dict[str, str]]:
+    ) -> tuple[dict[str, tuple[KernelRecord, Path]], dict[str, str]]:
         """Compile a batch: return records with the folders of their extensions, and failed kernels with the reasons."""
         try:
             return self._build_together(batch, header.result()), {}
         except LoweringError as error:
             if len(batch) == 1:
                 return {}, dict.fromkeys(batch, str(error))
-        records: dict[str, tuple[_Record, Path]] = {}
+        records: dict[str, tuple[KernelRecord, Path]] = {}
         failures: dict[str, str] = {}
         for key, lowered in batch.items():
             built, failed = self._build({key: lowered}, header)
@@ -212,7 +219,7 @@ class KernelStore:
             failures.update(failed)
         return records, failures
 
-    def _build_together(self, batch: Mapping[str, _Lowered], header: Path) -> dict[str, tuple[_Record, Path]]:
+    def _build_together(self, batch: Mapping[str, _Lowered], header: Path) -> dict[str, tuple[KernelRecord, Path]]:
         functions: list[CppFunction] = []
         names: dict[str, dict[str, str]] = {}
         for key, lowered in batch.items():
@@ -221,19 +228,15 @@ class KernelStore:
                 names.setdefault(key, {})[function.name] = unique
                 functions.append(dataclasses.replace(function, name=unique))
         extension = self._build_extension(functions, header) if functions else None
-        records: dict[str, tuple[_Record, Path]] = {}
+        records: dict[str, tuple[KernelRecord, Path]] = {}
         for key, lowered in batch.items():
             if extension is None or key not in names:
-                records[key] = _Record(key, lowered.source, lowered.workspace, "", "", {}), self.folder
-                continue
-            name, sha256 = extension.name, extension.sha256
-            records[key] = (
-                _Record(key, lowered.source, lowered.workspace, name, sha256, names[key]),
-                extension.folder,
-            )
+                records[key] = lowered.record("", "", {}), self.folder
+            else:
+                records[key] = lowered.record(extension.name, extension.sha256, names[key]), extension.folder
         return records
 
-    def _build_extension(self, functions: Sequence[CppFunction], header: Path) -> _Extension:
+    def _build_extension(self, functions: Sequence[CppFunction], header: Path) -> Extension:
         """Compile functions to an extension module in the folder, or in a private one if that cannot be written to."""
         text = extension_source("MODULE", functions)
         name = f"encore_kernels_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -248,7 +251,7 @@ class KernelStore:
                 raise LoweringError(f"the C++ compiler rejects it: {output}")
             made = source.with_suffix(".so")
             library = made.read_bytes()
-            built = _Extension(private, name, hashlib.sha256(library).hexdigest())
+            built = Extension(private, name, hashlib.sha256(library).hexdigest())
             made.rename(built.path)
         except OSError as error:
             raise LoweringError(f"it cannot be compiled: {error}") from error
@@ -267,22 +270,48 @@ class KernelStore:
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
 
-    def _write(self, record: _Record) -> None:
+    def _write(self, record: KernelRecord) -> None:
         try:
             write_record(self._path(record.key), dataclasses.asdict(record))
         except OSError as error:
             warn_unwritable(self.folder, error)
 
-    def _load(self, key: str) -> bool:
+    def _found(self, kernels: Iterable[Kernel]) -> dict[str, CompiledKernel]:
+        found = {kernel.key: self._find(kernel) for kernel in kernels}
+        return {key: kernel for key, kernel in found.items() if kernel is not None}
+
+    def _find(self, kernel: Kernel) -> CompiledKernel | None:
+        """A kernel that was compiled for these sizes or is right for them, from memory or disk."""
+        if kernel.key in self._ready or (kernel.key not in self._bound and self._load(kernel.key)):
+            return self._ready[kernel.key]
+        if kernel.key not in self._bound and not self._bind(kernel):
+            return None
+        self._bound.move_to_end(kernel.key)
+        return self._bound[kernel.key]
+
+    def _load(self, key: str, *, symbolic: bool = False) -> bool:
         """Load a kernel from disk; return False if its record or extension is missing or damaged."""
         try:
-            record = _Record.parse(read_record(self._path(key)), key)
-            self._make_ready(record, self.folder)
+            self._make_ready(KernelRecord.read(self._path(key), key, symbolic=symbolic), self.folder)
         except Exception:  # of any kind, since a record has code: it is compiled again
             return False
         return True
 
-    def _make_ready(self, record: _Record, folder: Path) -> None:
+    def _bind(self, kernel: Kernel) -> bool:
+        """Have a kernel with symbols run for these sizes; return False if none is right for them."""
+        for key in self._structures[kernel.structure].symbolic:
+            if key not in self._symbolic and not self._load(key, symbolic=True):
+                self._structures.drop_symbolic(kernel.structure, key)
+                continue
+            bound = self._symbolic[key].bind(kernel)
+            if bound is not None:
+                self._bound[kernel.key] = CompiledKernel(*bound)
+                if len(self._bound) > MOST_BOUND:
+                    self._bound.popitem(last=False)
+                return True
+        return False
+
+    def _make_ready(self, record: KernelRecord, folder: Path) -> None:
         call, scope, functions = torch_private.execute(record.source)
         if functions:
             extension = _load_extension(record.extension_in(folder))
@@ -290,28 +319,39 @@ class KernelStore:
             for name, thing in scope.items():
                 if isinstance(thing, CppFunction):
                     scope[name] = compiled[thing.name]
-        self._ready[record.key] = CompiledKernel(call, record.workspace)
+        if record.rules is None:
+            self._ready[record.key] = CompiledKernel(call, record.workspace)
+        else:
+            self._symbolic[record.key] = SymbolicKernel(SymbolicSource(record.rules, record.source), call)
 
 
 @dataclass(frozen=True, slots=True)
 class _Lowered:
     """Inductor's module for a kernel, and the C++ functions in it."""
 
+    key: str
+    kernel: Kernel
     source: str
     functions: tuple[CppFunction, ...]
     workspace: int
+    rules: Rules | None = None
+
+    def record(self, extension: str, sha256: str, functions: dict[str, str]) -> KernelRecord:
+        """Its record, once it is compiled."""
+        return KernelRecord(self.key, self.source, self.workspace, extension, sha256, functions, self.rules)
 
 
 def _lower(kernel: Kernel) -> _Lowered:
     source = torch_private.module_source(kernel)
-    if not kernel.accepts(returned_strides(source)):
+    read = read_module(source)
+    if not kernel.accepts(read.strides):
         raise LoweringError("its results have another layout than in the graph")
     _, _, functions = torch_private.execute(source)
-    return _Lowered(source, tuple(functions), workspace_bytes(source))
+    return _Lowered(kernel.key, kernel, source, tuple(functions), read.workspace)
 
 
 @functools.cache
-def _load_extension(extension: _Extension) -> ModuleType:
+def _load_extension(extension: Extension) -> ModuleType:
     """Load an extension module if its hash is right: the system would map a truncated one, and crash later."""
     if not is_intact(extension.path, extension.sha256):
         raise CachedFileError(f"{extension.path} is missing, damaged or not trusted")

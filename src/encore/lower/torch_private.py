@@ -6,10 +6,16 @@ What is relied upon: `compile_fx_inner` turns a graph of aten operators into the
 (Triton kernels on CUDA through `AsyncCompile.triton`); `CppBuilder` knows the compiler and its flags. Each kernel is
 lowered under a tracing context of its own, or its strides would leak into AOTAutograd's. Inductor writes each module to
 a file and executes what it finds under that name: here in a private directory, not in its own under `/tmp`.
+
+A kernel with symbols is traced with operands whose sizes are symbols of a `ShapeEnv`, which notes as guards what
+tracing and Inductor assume of them; its module takes the values of the symbols before the operands, and its C++
+functions take them as `const int64_t`. Inductor decides from the sizes of the kernel that is lowered whether a loop
+runs in several threads, and notes no guard of it: here it becomes one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shlex
 import subprocess
@@ -17,6 +23,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,14 +31,20 @@ from unittest import mock
 import torch
 import torch._inductor.codecache as inductor_codecache
 import torch._inductor.config as inductor_config
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codegen.cpp import CppKernel
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions, get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.loop_body import LoopBody
+from torch._inductor.utils import sympy_product
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.printers import PythonPrinter
 
 from encore.folders import private_directory
 from encore.graph.torch_private import FakeTensorMode, OpOverload
@@ -73,21 +86,115 @@ def compiler_version() -> str:
 
 def module_source(kernel: Kernel) -> str:
     """The Python module that Inductor writes for a kernel."""
-    mode = FakeTensorMode()
-    operands = [_fake(mode, operand) for operand in kernel.operands]
+    return _lowered(kernel, (), lambda _: kernel)[0]
+
+
+def symbolic_module_source(
+    kernel: Kernel, hints: Sequence[int], kernel_of: Callable[[Sequence[Any]], Kernel]
+) -> tuple[str, tuple[str, ...]]:
+    """The module for a kernel with symbols, and guards: what must be true of the symbols `s0`, `s1`, ...
+
+    `hints` are their values for the kernel itself; `kernel_of` gives the kernel for other values, which may be
+    symbolic.
+    """
+    return _lowered(kernel, hints, kernel_of)
+
+
+def _lowered(
+    kernel: Kernel, hints: Sequence[int], kernel_of: Callable[[Sequence[Any]], Kernel]
+) -> tuple[str, tuple[str, ...]]:
+    environment = ShapeEnv(duck_shape=False) if hints else None
+    mode = FakeTensorMode(shape_env=environment)
+    symbols = _symbols(environment, hints) if environment else []
+    names = {symbol.node.expr: f"s{number}" for number, symbol in enumerate(symbols)}
     on_cpu = "cpu" in kernel.devices
     with tracing(TracingContext(mode)), _settings(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Inductor's, of PyTorch's own names
         try:
-            with _no_functions_compiled():
-                with mode:  # decompositions create constants: fake ones
-                    traced = make_fx(_as_function(kernel), decomposition_table=_decompositions(on_cpu))(*operands)
+            given = [*symbols, *(_fake(mode, operand) for operand in kernel_of(symbols).operands)]
+            run = _as_function(kernel, kernel_of, len(symbols))
+            with _no_functions_compiled(), _nests_noted() as nests:
+                with mode, enable_python_dispatcher() if symbols else contextlib.nullcontext():
+                    # decompositions create constants: fake ones
+                    traced = make_fx(run, decomposition_table=_decompositions(on_cpu))(*given)
                 (end,) = traced.graph.find_nodes(op="output")
                 end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
-                compiled = compile_fx_inner(traced, operands, is_inference=True)
+                compiled = compile_fx_inner(traced, given, is_inference=True)
+            guards = _guards(environment, names, nests) if environment else ()
         except Exception as error:  # of any kind: the kernel's operators run one by one
             raise LoweringError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
-    return compiled.source_code  # type: ignore[attr-defined,no-any-return]
+    return compiled.source_code, guards  # type: ignore[attr-defined]
+
+
+# -- symbols ---------------------------------------------------------------------------------------------------------
+
+
+def _symbols(environment: ShapeEnv, hints: Sequence[int]) -> list[Any]:
+    """Symbols of at least two, each of its own."""
+    made = []
+    for number, hint in enumerate(hints):
+        source = ConstantSource(f"s{number}")
+        symbol = environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+        made.append(environment.create_symintnode(symbol, hint=hint, source=source))
+    return made
+
+
+class _GuardPrinter(PythonPrinter):
+    """Guards with other names of symbols."""
+
+    def __init__(self, names: Mapping[Any, str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def _print_Symbol(self, symbol: Any) -> str:  # noqa: N802 - sympy's name
+        return self.names[symbol]
+
+
+@dataclass(frozen=True, slots=True)
+class _Nest:
+    """A loop nest of a C++ kernel."""
+
+    iterations: Any
+    hint: int
+    is_parallel: bool
+
+
+def _guards(environment: ShapeEnv, names: Mapping[Any, str], nests: Sequence[_Nest]) -> tuple[str, ...]:
+    """Everything that was assumed of the symbols, as text."""
+    if environment.deferred_runtime_asserts:
+        raise LoweringError("a size depends on data")
+    printer = _GuardPrinter(names)
+    texts = [printer.doprint(guard.expr) for guard in environment.guards]
+    texts += [f"{printer.doprint(a)} == {printer.doprint(b)}" for a, b in environment.replacements.items()]
+    least = torch.get_num_threads() * inductor_config.cpp.min_chunk_size
+    largest = max((nest for nest in nests if nest.is_parallel), key=lambda nest: nest.hint, default=None)
+    for nest in nests:
+        if nest.iterations.free_symbols and (nest is largest or not nest.is_parallel):
+            bound = f">= {least // LENIENT}" if nest.is_parallel else f"< {least * LENIENT}"
+            texts.append(f"({printer.doprint(nest.iterations)}) {bound}")
+    return tuple(dict.fromkeys(texts))
+
+
+LENIENT = 4
+"""A kernel whose largest loop Inductor splits among threads also runs with a fourth of the iterations that Inductor
+asks for, and a loop in a single thread with four times as many, before another kernel is compiled."""
+
+
+@contextmanager
+def _nests_noted() -> Iterator[list[_Nest]]:
+    """Collect how many iterations each loop nest has, and whether they are split among threads."""
+    found: list[_Nest] = []
+    decide = CppKernel.decide_parallel_depth
+
+    def noted(kernel: CppKernel, most: Any, threads: int) -> Any:
+        depth = decide(kernel, most, threads)
+        if threads > 1:
+            nest = _Nest(sympy_product(kernel.call_ranges or ()), kernel.size_hint(), depth.parallel_depth > 0)
+            found.append(nest)
+        return depth
+
+    with _patching, mock.patch.object(CppKernel, "decide_parallel_depth", noted):
+        yield found
 
 
 @functools.cache
@@ -105,10 +212,11 @@ def _fake(mode: FakeTensorMode, operand: Operand) -> torch.Tensor:
         return memory.as_strided(operand.shape, operand.stride, 1)
 
 
-def _as_function(kernel: Kernel) -> Callable[..., Any]:
-    def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _as_function(kernel: Kernel, kernel_of: Callable[[Sequence[Any]], Kernel], symbols: int) -> Callable[..., Any]:
+    def run(*given: Any) -> tuple[torch.Tensor, ...]:
+        operands: Sequence[torch.Tensor] = given[symbols:]
         values = list(operands)
-        for call in kernel.calls:
+        for call in kernel_of(given[:symbols]).calls:
             args, kwargs = map_refs((call.args, dict(call.kwargs)), values.__getitem__)
             values += each_result(call, call.target(*args, **kwargs))
         outputs = [
@@ -124,11 +232,17 @@ def _as_function(kernel: Kernel) -> Callable[..., Any]:
 
 def _laid_out(output: torch.Tensor, layout: tuple[int, ...]) -> torch.Tensor:
     """The output with the strides of the graph, whatever strides its decomposition gives it."""
-    if tuple(output.stride()) == layout:
+    if tuple(map(_hint, output.stride())) == layout:
         return output
     order = sorted(range(output.dim()), key=lambda position: (-layout[position], position))
     dense = output.permute(order).clone(memory_format=torch.contiguous_format)
     return dense.permute([order.index(position) for position in range(output.dim())])
+
+
+def _hint(size: Any) -> int:
+    """A size, symbolic or not, of the kernel that is lowered. No guard: what a kernel returns is checked for its
+    sizes."""
+    return size if isinstance(size, int) else int(size.node.hint)
 
 
 _patching = threading.RLock()

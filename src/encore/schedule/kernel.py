@@ -1,13 +1,19 @@
 """A fused kernel by what it computes: operators, wiring, shapes, strides, types, constants. Nothing of who asked.
 
 Two time steps or two layers that do the same have equal kernels, so each is compiled once whatever their number.
+
+A kernel without its sizes is its structure: what kernels for batches of different lengths have in common. Sizes are
+the numbers above one in the shapes and strides of operands and where an operator takes a size or a scalar; a scalar
+that is one over a size (a mean) follows it. Zeros and ones belong to the structure, since they change what an operator
+does (broadcasting), as do dimensions, types and the order of strides.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +82,55 @@ class Kernel:
     def key(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()[:24]
 
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers that its structure leaves out, in order; for a scalar that is one over a size, that size."""
+        found: list[int] = []
+
+        def collect(number: Any) -> Any:
+            if _is_size(number):
+                found.append(number)
+            elif type(number) is float and number in self._shares:
+                found.append(self._shares[number])
+            return number
+
+        _with_numbers(self, collect)
+        return tuple(found)
+
+    @functools.cached_property
+    def _shares(self) -> dict[float, int]:
+        """One over a size -> that size."""
+        found: dict[float, int] = {}
+
+        def collect(number: Any) -> Any:
+            if _is_size(number):
+                found[1 / number] = number
+            return number
+
+        _with_numbers(self, collect)
+        return found
+
+    @functools.cached_property
+    def structure(self) -> str:
+        """The hash of everything but the sizes: equal for kernels that `with_sizes` makes of each other."""
+        hollow = self.with_sizes([_BLANK] * len(self.sizes))
+        orders = [_order(stride) for stride in (*(operand.stride for operand in self.operands), *self.layouts)]
+        lines = [str(operand) for operand in hollow.operands]
+        lines += [_aloud(call) for call in hollow.calls]
+        text = "\n".join([*lines, f"return {self.outputs} over {self.over} ordered {orders}"])
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+    def with_sizes(self, sizes: Sequence[Any]) -> Kernel:
+        """This kernel with other sizes in operands and operators; its outputs' shapes and layouts stay."""
+        remaining = iter(sizes)
+
+        def replace(number: Any) -> Any:
+            if _is_size(number):
+                return next(remaining)
+            return 1 / next(remaining) if type(number) is float and number in self._shares else number
+
+        return _with_numbers(self, replace)
+
     def accepts(self, strides: Sequence[tuple[int, ...]]) -> bool:
         """Return whether its results may have these layouts. Those that go over an operand have its layout anyway; the
         stride of a dimension with one element means nothing."""
@@ -91,9 +146,74 @@ class Kernel:
             for (shape, layout), found in zip(wanted, strides, strict=True)
         )
 
-    @property
+    @functools.cached_property
     def devices(self) -> set[str]:
-        return {operand.device for operand in self.operands}
+        """Those of its operands, and those on which it makes tensors (a mask) without one."""
+        made = {str(given) for call in self.calls for _, given in call.kwargs if isinstance(given, torch.device)}
+        return {operand.device for operand in self.operands} | made
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """Stands for a size in the text of a structure."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def __rtruediv__(self, number: int) -> _Blank:
+        return _Blank(f"{number} / {self.text}")
+
+
+_BLANK = _Blank("#")
+LARGEST_SIZE = 1 << 62
+"""Numbers from here on mean "to the end"."""
+
+
+def _is_size(number: Any) -> bool:
+    return type(number) is int and 1 < number < LARGEST_SIZE
+
+
+def _order(stride: Sequence[int]) -> list[int]:
+    return sorted(range(len(stride)), key=lambda position: (-stride[position], position))
+
+
+def _with_numbers(kernel: Kernel, change: Callable[[Any], Any]) -> Kernel:
+    """The kernel with every number changed that may be a size: those of its operands, then those of its calls."""
+    operands = tuple(
+        dataclasses.replace(operand, shape=tuple(map(change, operand.shape)), stride=tuple(map(change, operand.stride)))
+        for operand in kernel.operands
+    )
+    return dataclasses.replace(kernel, operands=operands, calls=tuple(_changed(call, change) for call in kernel.calls))
+
+
+def _changed(call: KernelCall, change: Callable[[Any], Any]) -> KernelCall:
+    places = _places_of_sizes(call.target)
+    return dataclasses.replace(
+        call,
+        args=tuple(_each(arg, change) if place in places else arg for place, arg in enumerate(call.args)),
+        kwargs=tuple((name, _each(arg, change) if name in places else arg) for name, arg in call.kwargs),
+    )
+
+
+def _each(argument: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(argument, tuple | list):
+        return type(argument)(change(item) for item in argument)
+    return change(argument)
+
+
+@functools.lru_cache(maxsize=4096)
+def _places_of_sizes(target: Any) -> frozenset[int | str]:
+    """Positions and names of the arguments that are sizes or scalars, not dimensions or flags."""
+    found: set[int | str] = set()
+    for position, declared in enumerate(target._schema.arguments):
+        kind = declared.real_type
+        while kind.kind() in ("OptionalType", "ListType"):
+            kind = kind.getElementType()
+        if kind.kind() in ("SymIntType", "NumberType", "TensorType"):  # a number may stand for a tensor
+            found |= {position, declared.name}
+    return frozenset(found)
 
 
 def _aloud(call: KernelCall) -> str:
