@@ -38,9 +38,14 @@ def may_win(
         return fastest <= goal.allowed_overhead
     if goal.budget.is_floor:
         return True
-    kept = found[0].plan
-    room = goal.budget.resolve(_total(unplanned, goal, earlier)) - _total(kept, goal, earlier) + kept.timeline.step_peak
+    room = room_for(found[0].plan, goal, unplanned=unplanned, earlier=earlier)
     return not any(one.overhead <= fastest and one.step_peak * NEAR <= room for one in found)
+
+
+def room_for(kept: Plan, goal: Goal, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> int:
+    """The step peak that a plan may have within the budget, which is not the floor; `kept` keeps everything."""
+    assert goal.budget is not None
+    return goal.budget.resolve(_total(unplanned, goal, earlier)) - _total(kept, goal, earlier) + kept.timeline.step_peak
 
 
 def keeps_budget(plan: Plan, goal: Goal, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> bool:

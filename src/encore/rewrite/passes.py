@@ -109,6 +109,8 @@ def rewrite(
                 applied.append(name)
                 break
     judge.cache.save()
+    if judge.known is not None:
+        judge.known.finish()
     return Rewritten(graph, tuple(applied))
 
 
