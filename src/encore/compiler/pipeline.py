@@ -39,6 +39,7 @@ from encore.compiler.variants import Variant
 from encore.compiler.watch import watches
 from encore.cost import AssumedSeconds, densities, may_be_narrow, may_be_sparse, time_kernels
 from encore.cost.gradient_error import GradientError
+from encore.cost.observation import Observation
 from encore.errors import BudgetError, CheckError, IllegalGraphError
 from encore.fates import Recompute, recomputable
 from encore.graph import verify_graph
@@ -121,6 +122,8 @@ class Fitting:
 
 def compile_captured(captured: Captured, clock: StageClock) -> Variant:
     """All stages, in order."""
+    if not torch_private.in_backward():
+        Observation.end_running()  # of this step, which is not measured: nothing is probed while a profiler runs
     verify_graph(captured.graph)
     clock.lap("verify")
     if captured.calls:

@@ -15,7 +15,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from encore.cost.room import has_room
 from encore.cost.signature import as_first_drawn, call_signature, can_run, draws_from_aten, is_pure_aten
 from encore.cost.torch_private import profiler_is_running
 from encore.graph import Graph, Op, OpClass
-from encore.graph.on_shapes import call_on_shapes
+from encore.graph.on_shapes import call_on_shapes, shaped_arguments
 from encore.graph.ops import is_pointwise
 from encore.graph.random_ops import DrawAgain
 from encore.graph.structure import op_structure
@@ -67,6 +67,8 @@ class Workspaces:
         self._cache = machine_cache()
         self._known: dict[str, int] = {}
         self._fitted = FittedWorkspaces()
+        self._own: dict[Hashable, int] = {}
+        """Of Encore's own operators, by call."""
         self._kernels: dict[str, int] = {}
         self._bounds: dict[str, str] = {}
         """Why the known workspace of a call is a bound."""
@@ -93,7 +95,7 @@ class Workspaces:
 
     def _answer(self, graph: Graph, op: Op) -> int:
         if op.target in WORKSPACES:
-            return _of_own(graph, op)
+            return self._of_own(graph, op)
         if not is_pure_aten(op):
             if op.kind is OpClass.RANDOM or isinstance(op.target, DrawAgain):
                 return self._of_draw(graph, op)
@@ -103,6 +105,14 @@ class Workspaces:
         if is_pointwise(op.target):
             return _pointwise(graph, op)
         return self._measured(graph, op)
+
+    def _of_own(self, graph: Graph, op: Op) -> int:
+        """The workspace of an operator of Encore's own, from the shapes of its operands."""
+        arguments = shaped_arguments(graph, op)
+        key = (op.target, arguments, torch.get_num_threads())
+        if key not in self._own:
+            self._own[key] = int(call_on_shapes(WORKSPACES[op.target], arguments))
+        return self._own[key]
 
     def _of_draw(self, graph: Graph, op: Op) -> int:
         """The workspace of a draw; with the state that is restored after it, if it repeats another one."""
@@ -168,12 +178,6 @@ def _drawn(graph: Graph, op: Op) -> int:
         return BOXED_SCALARS
     coins = sum(graph.bytes_of(value) for value in op.writes if value is not None)
     return STATE_BYTES if coins >= FEW else BOXED_SCALARS
-
-
-def _of_own(graph: Graph, op: Op) -> int:
-    """The workspace of an operator of Encore's own, from the shapes of its operands."""
-    found: int = call_on_shapes(graph, op, WORKSPACES[op.target])
-    return found
 
 
 def _pointwise(graph: Graph, op: Op) -> int:

@@ -85,16 +85,20 @@ def structure_of(graph: Graph) -> Structure:
 
 
 def op_structure(graph: Graph, op: Op, *, counted: bool = True) -> str:
-    """An operator call without sizes and without the numbers of values; without the steps of loops, unless they are
-    `counted`."""
+    """An operator call without sizes and without the numbers of values; without the steps of loops, and how many of
+    them it has in a list, unless they are `counted`."""
     named = _parameters(op.target)
     multiples = functools.cache(lambda: _multiples(graph, op))
+
+    def listed(texts: Iterable[str]) -> list[str]:
+        """The items of a list; a loop stacks as many as it has steps."""
+        return [*texts] if counted else [text for text, _ in itertools.groupby(texts)]
 
     def text(argument: Any, name: str, kind: str) -> str:
         if isinstance(argument, Ref):
             return value_structure(graph, graph.values[argument.value])
         if isinstance(argument, tuple | list):
-            return f"({','.join(text(item, name, kind) for item in argument)})"
+            return f"({','.join(listed(text(item, name, kind) for item in argument))})"
         if not counted and name in COUNTERS and isinstance(argument, int):
             return SIZE
         if isinstance(argument, bool) or not isinstance(argument, int | float) or argument < 2:
@@ -105,7 +109,7 @@ def op_structure(graph: Graph, op: Op, *, counted: bool = True) -> str:
     args = [text(argument, *named(place)) for place, argument in enumerate(op.args)]
     args += [f"{name}={text(argument, *named(name))}" for name, argument in sorted(op.kwargs.items())]
     made = ["-" if value is None else value_structure(graph, graph.values[value]) for value in op.writes]
-    return f"{_name(op.target)}({','.join(args)})->{','.join(made)}"
+    return f"{_name(op.target)}({','.join(args)})->{','.join(listed(made))}"
 
 
 def value_structure(graph: Graph, value: Value) -> str:
