@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from encore.compiler.stage_clock import collector_paused
 from encore.cost import Workspaces
 from encore.lower.kernels import CompiledKernel, KernelStore
 from encore.plan import Plan
@@ -41,15 +42,17 @@ def fuse_plan(plan: Plan, workspaces: Workspaces, store: KernelStore, *, compile
     failed: dict[str, str] = {}
     split: dict[str, set[tuple[int, ...]]] = {}
     fresh = 0
-    fusion = Fusion(plan.schedule)
+    with collector_paused():
+        fusion = Fusion(plan.schedule)
 
     def separate(action: Fused) -> bool:
         taken = split.get(action.kernel.key, ())
         return action.kernel.key in failed or len(taken) > FEW or action.ops in taken
 
     for _ in range(MOST_SPLIT):
-        schedule = fusion.without(separate)
-        kernels = kernels_of(schedule)
+        with collector_paused():
+            schedule = fusion.without(separate)
+            kernels = kernels_of(schedule)
         compiled: Mapping[str, CompiledKernel] = {}
         if compile_kernels:
             made = store.compile(kernels.values())
@@ -62,7 +65,8 @@ def fuse_plan(plan: Plan, workspaces: Workspaces, store: KernelStore, *, compile
             known = store.workspace(kernel)
             if known is not None:
                 workspaces.learn(key, known)
-        timeline = simulate(schedule, workspaces, outputs_outlive=plan.timeline.outputs_outlive)
+        with collector_paused():
+            timeline = simulate(schedule, workspaces, outputs_outlive=plan.timeline.outputs_outlive)
         if timeline.step_peak <= plan.timeline.step_peak:
             _warn_of_failures(failed)
             return FusedPlan(dataclasses.replace(plan, schedule=schedule, timeline=timeline), compiled, fresh)

@@ -18,7 +18,7 @@ import functools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -254,6 +254,17 @@ def find_candidates(forms: Forms) -> Candidates:
     return carried_candidates(forms) or searched_candidates(forms)
 
 
+def _is_needed(forms: Forms) -> Callable[[Planner, Sequence[Candidate]], bool]:
+    """Return whether a form of a graph may have a plan that is chosen. An estimate is asked for any budget."""
+    captured = forms.captured
+
+    def is_needed(form: Planner, found: Sequence[Candidate]) -> bool:
+        fastest, options, earlier = form.as_it_is().overhead, captured.options, captured.earlier
+        return not captured.runs or may_win(fastest, found, options, unplanned=forms.unplanned, earlier=earlier)
+
+    return is_needed
+
+
 def carried_candidates(forms: Forms) -> Candidates | None:
     """The plans that were found for other sizes, for the graph at hand; None where they are not known, or must not be
     used: lossy codecs are bounded by what they do to each graph."""
@@ -276,13 +287,13 @@ def carried_candidates(forms: Forms) -> Candidates | None:
     if any(is_lean for is_lean, _ in wanted):
         priced, lean = priced.with_lean()
     known_forms = [(priced.first, False), *([] if lean is None else [(lean, True)])]
-    planners = [
+    planners = (
         found
         for one, is_lean in known_forms
         for slices in (1, *(count for kind, count in wanted if kind is is_lean and count > 1))
         if (found := priced.in_slices(one, slices)) is not None
-    ]
-    offers = _offers_of(captured, planners, lambda form: form.carried_plans(patterns))
+    )
+    offers = _offers_of(captured, planners, lambda form: form.carried_plans(patterns), _is_needed(forms))
     return Candidates(priced, tuple(offers), carried=Carried(forms, nearest))
 
 
@@ -307,25 +318,20 @@ def searched_candidates(forms: Forms) -> Candidates:
 def search_plans(candidates: Candidates) -> Candidates:
     """Search all forms of the graph."""
     forms, lean = candidates.forms.with_lean()
-    captured, options = forms.captured, forms.captured.options
+    captured = forms.captured
     planners = [form for one in (forms.first, lean) if one is not None for form in forms.all_slices(one)]
-
-    def is_needed(form: Planner, found: Sequence[Candidate]) -> bool:
-        """An estimate is asked for any budget."""
-        fastest, earlier = form.as_it_is().overhead, captured.earlier
-        return not captured.runs or may_win(fastest, found, options, unplanned=forms.unplanned, earlier=earlier)
-
-    offers = _offers_of(captured, planners, Planner.candidate_plans, is_needed)
+    offers = _offers_of(captured, planners, Planner.candidate_plans, _is_needed(forms))
     return dataclasses.replace(candidates, forms=forms, offers=tuple(offers), planners=tuple(planners))
 
 
 def _offers_of(
     captured: Captured,
-    planners: Sequence[Planner],
+    planners: Iterable[Planner],
     plans_of: Callable[[Planner], list[Candidate]],
-    is_needed: Callable[[Planner, Sequence[Candidate]], bool] = lambda form, found: True,
+    is_needed: Callable[[Planner, Sequence[Candidate]], bool],
 ) -> list[Candidate]:
     """The candidates of all forms of a graph; of several calls, also those that save the least."""
+    planners = [*planners] if captured.calls else planners
     offers = candidates_of(planners, is_needed, plans_of)
     if captured.calls:
         several = [planner.informed(calls=captured.calls + 1) for planner in planners]

@@ -8,8 +8,8 @@ element broadcasts; in which order dimensions lie in memory, and which of them r
 inputs, and what is returned; literals: the dimension of a sum, the stride of a convolution, an index to ignore.
 
 **Not in it:** other sizes, also as literals. A literal is a size where the operator's schema has `SymInt`, except for
-the arguments in `SETTINGS`; where an argument has one of the names in `SIZES`; or where a number equals the product of
-some dimensions of an operand or result, as the divisor of a mean does. 0, 1 and negative numbers are never sizes.
+the arguments in `SETTINGS`; where an argument has one of the names in `SIZES`; or where a number, or an argument in
+`STEPS`, equals the product of some dimensions of an operand or result, as the divisor of a mean does. 0, 1 and negative numbers are never sizes.
 
 There are two keys. Two graphs with the same `structure_key` have the same operators in the same order, and the same
 values by number. Two graphs with the same `loop_key` have the same operators for the same modules and lines, each any
@@ -38,6 +38,8 @@ SETTINGS = frozenset({
 """Arguments that the dispatcher takes as symbols and that are no sizes."""
 SIZES = frozenset({"size", "sizes", "strides", "shape"})
 """Arguments that are sizes whatever their type."""
+STEPS = frozenset({"keep"})
+"""Arguments that may be as many as all steps of a sequence."""
 COUNTERS = frozenset({"index", "start", "end"})
 """Arguments that count the steps of an unrolled loop."""
 NUMBERS = ("Scalar", "Tensor")
@@ -104,7 +106,8 @@ def op_structure(graph: Graph, op: Op, *, counted: bool = True) -> str:
         if isinstance(argument, bool) or not isinstance(argument, int | float) or argument < 2:
             return repr(argument)
         is_size = name in SIZES or (kind == "SymInt" and name not in SETTINGS)
-        return SIZE if is_size or (kind in NUMBERS and argument in multiples()) else repr(argument)
+        may_be = kind in NUMBERS or name in STEPS
+        return SIZE if is_size or (may_be and argument in multiples()) else repr(argument)
 
     args = [text(argument, *named(place)) for place, argument in enumerate(op.args)]
     args += [f"{name}={text(argument, *named(name))}" for name, argument in sorted(op.kwargs.items())]
