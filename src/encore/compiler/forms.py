@@ -168,4 +168,10 @@ def _as_kernels(captured: Captured, plan: Plan) -> Plan:
 
 def fused(captured: Captured, plan: Plan, *, compile_kernels: bool) -> FusedPlan:
     """The plan with kernels."""
-    return fuse_plan(plan, captured.session.workspaces, kernel_store(), compile_kernels=compile_kernels)
+    return fuse_plan(
+        plan,
+        captured.session.workspaces,
+        kernel_store(),
+        compile_kernels=compile_kernels,
+        fusions=captured.fusions,
+    )

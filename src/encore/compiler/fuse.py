@@ -23,6 +23,7 @@ log = logging.getLogger("encore")
 
 MOST_SPLIT = 40
 """Kernels that are split because of the peak before the whole graph stays without fusion."""
+MOST_FUSIONS = 4
 FEW = 3
 """Kernels of one structure that are split one by one before all of them are."""
 
@@ -37,13 +38,35 @@ class FusedPlan:
     """How many of them were compiled for it."""
 
 
-def fuse_plan(plan: Plan, workspaces: Workspaces, store: KernelStore, *, compile_kernels: bool) -> FusedPlan:
+class Fusions:
+    """The fusions of a few plans of one graph: a plan is fused before it is chosen, and again when it is compiled."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Schedule, Fusion]] = {}
+
+    def of(self, schedule: Schedule) -> Fusion:
+        """The fusion of a schedule."""
+        if id(schedule) not in self._made:
+            if len(self._made) >= MOST_FUSIONS:
+                del self._made[next(iter(self._made))]
+            with collector_paused():
+                self._made[id(schedule)] = schedule, Fusion(schedule)
+        return self._made[id(schedule)][1]
+
+
+def fuse_plan(
+    plan: Plan,
+    workspaces: Workspaces,
+    store: KernelStore,
+    *,
+    compile_kernels: bool,
+    fusions: Fusions | None = None,
+) -> FusedPlan:
     """Fuse a plan. Without compiling (in an estimate), every kernel is assumed to compile."""
     failed: dict[str, str] = {}
     split: dict[str, set[tuple[int, ...]]] = {}
     fresh = 0
-    with collector_paused():
-        fusion = Fusion(plan.schedule)
+    fusion = (fusions or Fusions()).of(plan.schedule)
 
     def separate(action: Fused) -> bool:
         taken = split.get(action.kernel.key, ())

@@ -98,7 +98,7 @@ class KnownStructures:
 
     def of(self, graph: Graph) -> KnownStructure:
         """What is known of the structure of a captured graph, so far."""
-        key = self.structure(graph).loop_key
+        key = self.structure(graph).key
         known = self._known.setdefault(key, KnownStructure())
         self._known.move_to_end(key)
         while len(self._known) > MOST_STRUCTURES:

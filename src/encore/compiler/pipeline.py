@@ -461,7 +461,13 @@ def choose_candidate(candidates: Candidates) -> Chosen:
     if options.plan is not None:
         return Chosen(candidates.offers[0])
     with collector_paused():
-        offer = choose(candidates.offers, options, unplanned=forms.unplanned, earlier=forms.captured.earlier)
+        offer = choose(
+            candidates.offers,
+            options,
+            unplanned=forms.unplanned,
+            earlier=forms.captured.earlier,
+            thorough=candidates.carried is None,
+        )
     bounded, plan = candidates.bounded, offer.separate
     if bounded is None or all(fate.lossless for fate in plan.fates):
         return Chosen(offer)

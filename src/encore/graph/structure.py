@@ -12,9 +12,9 @@ the arguments in `SETTINGS`; where an argument has one of the names in `SIZES`; 
 `STEPS`, equals the product of some dimensions of an operand or result, as the divisor of a mean does. 0, 1 and negative numbers are never sizes.
 
 There are two keys. Two graphs with the same `structure_key` have the same operators in the same order, and the same
-values by number. Two graphs with the same `loop_key` have the same operators for the same modules and lines, each any
-number of times: an unrolled loop has it for every number of steps. Graphs with the same `structure_key` have the same
-`loop_key`.
+values by number. Two graphs with the same `Structure.key` have the same operators for the same modules and lines, each
+any number of times: an unrolled loop has it for every number of steps. Graphs with the same `structure_key` have the
+same `Structure.key`, and then a value has the same number among those of its role.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ SIZE = "n"
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The keys of one graph, and its sizes."""
+    """The key of one graph, whatever the number of steps of its loops, and its sizes."""
 
-    structure_key: str
-    loop_key: str
+    key: str
     sizes: tuple[int, ...]
     """Every dimension of its inputs, in order."""
     operators: int
@@ -70,20 +69,23 @@ class Structure:
 
 def structure_of(graph: Graph) -> Structure:
     """The structure and the sizes of a graph."""
+    places = {
+        f"{place_of_module(op.module)} {op.source} {op_structure(graph, op, counted=False)}" for op in graph.ops
+    }
+    sizes = tuple(size for value in (*graph.primals, *graph.tangents) for size in graph.values[value].shape)
+    return Structure(_digest([*_inputs(graph), *sorted(places)]), sizes, len(graph.ops))
+
+
+def structure_key(graph: Graph) -> str:
+    """The key of graphs with the same operators in the same order."""
+    lines = [f"{op_structure(graph, op)} {op.reads} {op.writes} {op.traced_in_forward}" for op in graph.ops]
+    ends = (graph.outputs, graph.gradients, graph.returned, sorted(graph.leaves), sorted(graph.mutated))
+    return _digest([*_inputs(graph), *lines, str(ends)])
+
+
+def _inputs(graph: Graph) -> list[str]:
     inputs = [graph.values[value] for value in (*graph.primals, *graph.tangents)]
-    given = [f"{value.role} {value_structure(graph, value)}" for value in inputs]
-    lines, places = [], set[str]()
-    for op in graph.ops:
-        does = op_structure(graph, op)
-        lines.append(f"{does} {op.reads} {op.writes} {op.traced_in_forward}")
-        places.add(f"{place_of_module(op.module)} {op.source} {op_structure(graph, op, counted=False)}")
-    ends = [f"{graph.outputs} {graph.gradients} {graph.returned} {sorted(graph.leaves)} {sorted(graph.mutated)}"]
-    return Structure(
-        structure_key=_digest([*given, *lines, *ends]),
-        loop_key=_digest([*given, *sorted(places)]),
-        sizes=tuple(size for value in inputs for size in value.shape),
-        operators=len(graph.ops),
-    )
+    return [f"{value.role} {value_structure(graph, value)}" for value in inputs]
 
 
 def op_structure(graph: Graph, op: Op, *, counted: bool = True) -> str:
