@@ -1,7 +1,7 @@
 """What a session has decided for the structures of its graphs, to be carried over to other sizes of them.
 
-A batch of another length is another graph of the same structure. Its rewrites are judged as before, and the plans that a
-search has found are carried over by role, scheduled and simulated for the new sizes, so that the choice among them is
+A batch of another length is another graph of the same structure. Its rewrites are judged as before, and the plans that
+a search has found are carried over by role, scheduled and simulated for the new sizes, so that the choice among them is
 made for this graph and its peak is exact. A search is made again where no carried plan fits the budget, where the one
 that is chosen is far from what the last search reached, and where sizes differ by more than `RANGE` times.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from encore.graph import Graph
-from encore.graph.structure import Structure, structure_of
+from encore.graph.structure import GraphStructure, structure_of
 from encore.plan import Candidate, Planner, PlanPattern, roles_of
 from encore.rewrite import KnownRatios
 
@@ -35,13 +35,13 @@ LARGER = 1.1
 class FinishedSearch:
     """The plans that were found for one graph."""
 
-    structure: Structure
+    structure: GraphStructure
     patterns: tuple[PlanPattern, ...]
     reached: tuple[tuple[float, float], ...]
     """Of each plan: its peak as a share of that with everything kept, and its overhead."""
 
     @classmethod
-    def of(cls, structure: Structure, planners: Sequence[Planner], offers: Sequence[Candidate]) -> FinishedSearch:
+    def of(cls, structure: GraphStructure, planners: Sequence[Planner], offers: Sequence[Candidate]) -> FinishedSearch:
         """What is to be known of a search of these forms of a graph."""
         roles = {(one.kept.lean, one.kept.slices): roles_of(one.graph) for one in planners}
         form = {(False, 1): roles_of(planners[0].graph)} | roles
@@ -71,7 +71,7 @@ class KnownStructure:
         others = [one for one in self.searches if not one.structure.is_near(search.structure, 1.0)]
         self.searches = [*others, search][-MOST_SEARCHES:]
 
-    def nearest(self, structure: Structure) -> FinishedSearch | None:
+    def nearest(self, structure: GraphStructure) -> FinishedSearch | None:
         """The search of the nearest sizes; None if all are out of range."""
         within = [one for one in self.searches if one.structure.is_near(structure, RANGE)]
         return min(within, key=lambda one: one.structure.distance(structure), default=None)
@@ -87,9 +87,9 @@ class KnownStructures:
 
     def __init__(self) -> None:
         self._known = OrderedDict[str, KnownStructure]()
-        self._structures: weakref.WeakKeyDictionary[Graph, Structure] = weakref.WeakKeyDictionary()
+        self._structures: weakref.WeakKeyDictionary[Graph, GraphStructure] = weakref.WeakKeyDictionary()
 
-    def structure(self, graph: Graph) -> Structure:
+    def structure(self, graph: Graph) -> GraphStructure:
         """The structure of a captured graph."""
         found = self._structures.get(graph)
         if found is None:

@@ -124,7 +124,8 @@ def compile_captured(captured: Captured, clock: StageClock) -> Variant:
     """All stages, in order."""
     if not torch_private.in_backward():
         Observation.end_running()  # of this step, which is not measured: nothing is probed while a profiler runs
-    verify_graph(captured.graph)
+    with collector_paused():
+        verify_graph(captured.graph)
     clock.lap("verify")
     if captured.calls:
         plans = plan_calls(captured, clock)
@@ -527,7 +528,8 @@ def with_saving_order(fitting: Fitting) -> Fitting:
     """The same plan, with what it saves in the order in which AOTAutograd wants it."""
     plan = fitting.fused.plan
     ordered = dataclasses.replace(plan, schedule=_in_saving_order(fitting.captured, plan.schedule))
-    verify_graph(ordered.schedule.graph)
+    with collector_paused():
+        verify_graph(ordered.schedule.graph)
     return dataclasses.replace(fitting, fused=dataclasses.replace(fitting.fused, plan=ordered))
 
 
@@ -548,7 +550,8 @@ def lower_plan(fitting: Fitting, unplanned: Plan, clock: StageClock) -> Variant:
     if session.checks:
         _replay(captured, plan)
     name = captured.name.replace(" ", "_")
-    lowered = lower(runs, name, found.kernels, watching, transports, checked=session.checks)
+    with collector_paused():
+        lowered = lower(runs, name, found.kernels, watching, transports, checked=session.checks)
     clock.lap("lower")
     graph = CapturedGraph(
         name=captured.name,

@@ -20,7 +20,7 @@ from encore.codecs import Codec
 from encore.cost.codec_timing import CodecCall, codec_of
 from encore.cost.domains import domain_key
 from encore.cost.probe import device_of_call, footprint, random_call
-from encore.cost.rates import Rates, is_duration
+from encore.cost.rates import AssumedRates, Rates, is_duration
 from encore.cost.roofline import kernel_roofline, op_roofline
 from encore.cost.room import has_room, sets_of_operands
 from encore.cost.scaled_seconds import KnownSizes, call_structure, kernel_structure
@@ -45,6 +45,8 @@ SETTLING = 2.0
 LEAST_SHARE = 0.005
 """Share of a step from which on an operator is timed again."""
 ROUNDS = 2
+MODEL = AssumedRates()
+"""By which seconds are scaled from one size to another."""
 
 
 class Seconds:
@@ -91,13 +93,13 @@ class Seconds:
         key = _operator(graph, op, over)
         if self._recall(key) is not None or not may_scale(key):
             return None
-        return self.sizes.at(call_structure(graph, op, over), op_roofline(graph, op, self._rates))
+        return self.sizes.at(call_structure(graph, op, over), op_roofline(graph, op, MODEL))
 
     def scaled_kernel(self, graph: Graph, action: Fused) -> float | None:
         """Seconds of a kernel that was not timed, from kernels of the same structure; None if there are none."""
         if not self.run or self._recall(_kernel(action.kernel.key)) is not None:
             return None
-        return self.sizes.at(kernel_structure(action.kernel.text), kernel_roofline(graph, action, self._rates))
+        return self.sizes.at(kernel_structure(action.kernel.text), kernel_roofline(graph, action, MODEL))
 
     def learn(self, kernel: Kernel, seconds: float) -> None:
         """Record the measured seconds of a compiled kernel."""
@@ -140,7 +142,7 @@ class Seconds:
         known = self._recall(_kernel(key))
         if known is not None:
             if not self.sizes.is_noted(key):
-                model = kernel_roofline(graph, action, self._rates)
+                model = kernel_roofline(graph, action, MODEL)
                 self.sizes.note(key, kernel_structure(action.kernel.text), model, known)
             return known
         if key not in self._guessed:
@@ -188,7 +190,7 @@ class Seconds:
     def _note(self, key: str, graph: Graph, op: Op, over: int | None) -> None:
         """Note the size of a call whose seconds are known."""
         if self.run and (key in self._fresh or not self.sizes.is_noted(key)):
-            structure, model = call_structure(graph, op, over), op_roofline(graph, op, self._rates)
+            structure, model = call_structure(graph, op, over), op_roofline(graph, op, MODEL)
             self.sizes.note(key, structure, model, self._known[key])
 
     def _recall(self, key: str) -> float | None:

@@ -9,12 +9,13 @@ inputs, and what is returned; literals: the dimension of a sum, the stride of a 
 
 **Not in it:** other sizes, also as literals. A literal is a size where the operator's schema has `SymInt`, except for
 the arguments in `SETTINGS`; where an argument has one of the names in `SIZES`; or where a number, or an argument in
-`STEPS`, equals the product of some dimensions of an operand or result, as the divisor of a mean does. 0, 1 and negative numbers are never sizes.
+`STEPS`, equals the product of some dimensions of an operand or result, as the divisor of a mean does. 0, 1 and negative
+numbers are never sizes.
 
 There are two keys. Two graphs with the same `structure_key` have the same operators in the same order, and the same
-values by number. Two graphs with the same `Structure.key` have the same operators for the same modules and lines, each
+values by number. Two graphs with the same `GraphStructure.key` have the same operators for the same modules and lines, each
 any number of times: an unrolled loop has it for every number of steps. Graphs with the same `structure_key` have the
-same `Structure.key`, and then a value has the same number among those of its role.
+same `GraphStructure.key`, and then a value has the same number among those of its role.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ SIZE = "n"
 
 
 @dataclass(frozen=True, slots=True)
-class Structure:
+class GraphStructure:
     """The key of one graph, whatever the number of steps of its loops, and its sizes."""
 
     key: str
@@ -56,24 +57,22 @@ class Structure:
     """Every dimension of its inputs, in order."""
     operators: int
 
-    def is_near(self, other: Structure, times: float) -> bool:
+    def is_near(self, other: GraphStructure, times: float) -> bool:
         """Return whether no size of a graph of the same loops differs by more than so many times."""
         pairs = [(self.operators, other.operators), *zip(self.sizes, other.sizes, strict=True)]
         return all(max(pair) <= times * min(pair) for pair in pairs if pair[0] != pair[1])
 
-    def distance(self, other: Structure) -> float:
+    def distance(self, other: GraphStructure) -> float:
         """How far the sizes of two graphs of the same loops are from each other."""
         pairs = [(self.operators, other.operators), *zip(self.sizes, other.sizes, strict=True)]
         return sum(abs(math.log(max(1, mine) / max(1, its))) for mine, its in pairs)
 
 
-def structure_of(graph: Graph) -> Structure:
+def structure_of(graph: Graph) -> GraphStructure:
     """The structure and the sizes of a graph."""
-    places = {
-        f"{place_of_module(op.module)} {op.source} {op_structure(graph, op, counted=False)}" for op in graph.ops
-    }
+    places = {f"{place_of_module(op.module)} {op.source} {op_structure(graph, op, counted=False)}" for op in graph.ops}
     sizes = tuple(size for value in (*graph.primals, *graph.tangents) for size in graph.values[value].shape)
-    return Structure(_digest([*_inputs(graph), *sorted(places)]), sizes, len(graph.ops))
+    return GraphStructure(_digest([*_inputs(graph), *sorted(places)]), sizes, len(graph.ops))
 
 
 def structure_key(graph: Graph) -> str:

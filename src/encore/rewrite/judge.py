@@ -1,5 +1,5 @@
-"""Whether a rewrite pays: both ways are timed, interleaved, on made-up tensors, once a machine and shape. For other sizes
-of a graph of known structure, the judgement at the nearest ones counts (`known_ratios.py`).
+"""Whether a rewrite pays: both ways are timed, interleaved, on made-up tensors, once a machine and shape. For other
+sizes of a graph of known structure, the judgement at the nearest ones counts (`known_ratios.py`).
 
 Where nothing may run (an estimate), what was measured before counts; else a rule read off such measurements: products
 with few rows gain from every rewrite, those with many from none.

@@ -115,7 +115,8 @@ def rewrite(
 
 
 def _legal(name: str, graph: Graph, attempts: Iterator[Graph]) -> Iterator[Graph]:
-    """What a pass made of a graph, verified before anything else reads it. The step runs without a pass whose graph is illegal."""
+    """What a pass made of a graph, verified before anything else reads it. The step runs without a pass whose graph is
+    illegal."""
     try:
         for attempt in attempts:
             if attempt is not graph:
