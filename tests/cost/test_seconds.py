@@ -335,8 +335,8 @@ def test_a_kernel_is_guessed_until_it_is_learned(monkeypatch: pytest.MonkeyPatch
     asked = Seconds(run=True)
     guessed = asked(schedule.graph, action)
     assert guessed > 0
-    assert not asked.knows(action.kernel.key)
-    asked.learn(action.kernel.key, 2 * guessed)
+    assert not asked.knows(action.kernel)
+    asked.learn(action.kernel, 2 * guessed)
     assert asked(schedule.graph, action) == 2 * guessed
     asked.save()
     start_from(tmp_path / "seconds.json", monkeypatch)
@@ -349,7 +349,7 @@ def test_kernels_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = kernel_store().compile(kernels.values()).compiled
     asked = Seconds(run=True)
     time_kernels(asked, kernels, compiled)
-    assert all(asked.knows(key) for key in kernels)
+    assert all(asked.knows(kernel) for kernel in kernels.values())
     total = step_seconds(schedule, asked)
     forbid_running(monkeypatch)
     time_kernels(asked, kernels, compiled)
@@ -362,7 +362,7 @@ def test_an_estimate_times_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_running(monkeypatch)
     guess = Seconds(run=False)
     time_kernels(guess, kernels, compiled)
-    assert not any(guess.knows(key) for key in kernels)
+    assert not any(guess.knows(kernel) for kernel in kernels.values())
 
 
 def test_operands_that_a_kernel_writes_over_are_made_good() -> None:

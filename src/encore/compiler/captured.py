@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from encore.capture.unused_outputs import Used
+from encore.compiler.fuse import Fusions
 from encore.compiler.session import CapturedGraph, Session
 from encore.graph import Graph
 from encore.options import Options
@@ -43,6 +44,8 @@ class Captured:
     """Why a promise may not hold for it."""
     calls: int = 0
     """How many of its calls share the budget of a step; 0 if one call of it is the step."""
+    fusions: Fusions = field(default_factory=Fusions)
+    """Those of its plans."""
 
     @property
     def exact(self) -> bool:

@@ -14,6 +14,7 @@ from encore.graph import Graph, verify_graph
 from encore.lower import kernel_store
 from encore.plan import Candidate, GraphPlan, Plan, Planner, allowed_methods, keep_everything, will_do
 from encore.plan.saved import describe
+from encore.plan.seconds import ActionSeconds
 from encore.rewrite import ComparedJudge, Judge, LeanJudge, find_heads, rewrite, split_head
 
 SLICES = (1, 4, 16)
@@ -41,7 +42,8 @@ def rewrite_for_speed(captured: Captured, unplanned: Plan) -> RewrittenGraph:
         as_it_is = Candidate.of(unplanned)
         if will_do(as_it_is, options, unplanned=unplanned, earlier=captured.earlier):
             return RewrittenGraph(unplanned, _while_tracing(captured), lean=True)
-    judge = ComparedJudge(Judge(run=captured.runs, exact=captured.exact), LeanJudge())
+    known = captured.session.structures.of(captured.graph).ratios if captured.runs else None
+    judge = ComparedJudge(Judge(run=captured.runs, exact=captured.exact, known=known), LeanJudge())
     found = _rewrite(captured, unplanned, judge)
     return dataclasses.replace(found, lean=judge.alike)
 
@@ -93,6 +95,10 @@ class Forms:
         planner = _planner(captured, rewritten.kept)
         return cls(captured, unplanned, planner, {False: rewritten.passes, True: ()}, rewritten.lean)
 
+    def priced_by(self, seconds: ActionSeconds) -> Forms:
+        """The same forms, with other seconds."""
+        return dataclasses.replace(self, first=self.first.informed(seconds=seconds))
+
     def with_lean(self) -> tuple[Forms, Planner | None]:
         """The planner of the form that is rewritten for memory, unless it is the same graph."""
         if self.captured.exact or self.is_lean:
@@ -143,7 +149,7 @@ def _planner(captured: Captured, kept: Plan, reference: Planner | None = None) -
     return Planner(
         kept,
         session.workspaces,
-        session.seconds,
+        session.seconds if reference is None else reference.seconds,
         fuse=None if separate else functools.partial(_as_kernels, captured),
         exact=captured.exact,
         keep=options.keep,
@@ -162,4 +168,10 @@ def _as_kernels(captured: Captured, plan: Plan) -> Plan:
 
 def fused(captured: Captured, plan: Plan, *, compile_kernels: bool) -> FusedPlan:
     """The plan with kernels."""
-    return fuse_plan(plan, captured.session.workspaces, kernel_store(), compile_kernels=compile_kernels)
+    return fuse_plan(
+        plan,
+        captured.session.workspaces,
+        kernel_store(),
+        compile_kernels=compile_kernels,
+        fusions=captured.fusions,
+    )

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from encore.compiler.stage_clock import collector_paused
 from encore.cost import Workspaces
 from encore.lower.kernels import CompiledKernel, KernelStore
 from encore.plan import Plan
@@ -22,6 +23,7 @@ log = logging.getLogger("encore")
 
 MOST_SPLIT = 40
 """Kernels that are split because of the peak before the whole graph stays without fusion."""
+MOST_FUSIONS = 4
 FEW = 3
 """Kernels of one structure that are split one by one before all of them are."""
 
@@ -36,20 +38,44 @@ class FusedPlan:
     """How many of them were compiled for it."""
 
 
-def fuse_plan(plan: Plan, workspaces: Workspaces, store: KernelStore, *, compile_kernels: bool) -> FusedPlan:
+class Fusions:
+    """The fusions of a few plans of one graph: a plan is fused before it is chosen, and again when it is compiled."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Schedule, Fusion]] = {}
+
+    def of(self, schedule: Schedule) -> Fusion:
+        """The fusion of a schedule."""
+        if id(schedule) not in self._made:
+            if len(self._made) >= MOST_FUSIONS:
+                del self._made[next(iter(self._made))]
+            with collector_paused():
+                self._made[id(schedule)] = schedule, Fusion(schedule)
+        return self._made[id(schedule)][1]
+
+
+def fuse_plan(
+    plan: Plan,
+    workspaces: Workspaces,
+    store: KernelStore,
+    *,
+    compile_kernels: bool,
+    fusions: Fusions | None = None,
+) -> FusedPlan:
     """Fuse a plan. Without compiling (in an estimate), every kernel is assumed to compile."""
     failed: dict[str, str] = {}
     split: dict[str, set[tuple[int, ...]]] = {}
     fresh = 0
-    fusion = Fusion(plan.schedule)
+    fusion = (fusions or Fusions()).of(plan.schedule)
 
     def separate(action: Fused) -> bool:
         taken = split.get(action.kernel.key, ())
         return action.kernel.key in failed or len(taken) > FEW or action.ops in taken
 
     for _ in range(MOST_SPLIT):
-        schedule = fusion.without(separate)
-        kernels = kernels_of(schedule)
+        with collector_paused():
+            schedule = fusion.without(separate)
+            kernels = kernels_of(schedule)
         compiled: Mapping[str, CompiledKernel] = {}
         if compile_kernels:
             made = store.compile(kernels.values())
@@ -62,7 +88,8 @@ def fuse_plan(plan: Plan, workspaces: Workspaces, store: KernelStore, *, compile
             known = store.workspace(kernel)
             if known is not None:
                 workspaces.learn(key, known)
-        timeline = simulate(schedule, workspaces, outputs_outlive=plan.timeline.outputs_outlive)
+        with collector_paused():
+            timeline = simulate(schedule, workspaces, outputs_outlive=plan.timeline.outputs_outlive)
         if timeline.step_peak <= plan.timeline.step_peak:
             _warn_of_failures(failed)
             return FusedPlan(dataclasses.replace(plan, schedule=schedule, timeline=timeline), compiled, fresh)

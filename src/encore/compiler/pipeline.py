@@ -18,7 +18,7 @@ import functools
 import logging
 import math
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,7 @@ from encore.compiler.call_plans import CallPlans, few, unbounded
 from encore.compiler.captured import Captured
 from encore.compiler.forms import Forms, fused, rewrite_for_speed
 from encore.compiler.fuse import FusedPlan, kernels_of
+from encore.compiler.known_structures import LARGER, SLOWER, SLOWER_BY, FinishedSearch
 from encore.compiler.notes import device_notes, workspace_notes
 from encore.compiler.observers import link_lessons, lossy_check
 from encore.compiler.session import CapturedGraph
@@ -38,6 +39,7 @@ from encore.compiler.variants import Variant
 from encore.compiler.watch import watches
 from encore.cost import AssumedSeconds, densities, may_be_narrow, may_be_sparse, time_kernels
 from encore.cost.gradient_error import GradientError
+from encore.cost.observation import Observation
 from encore.errors import BudgetError, CheckError, IllegalGraphError
 from encore.fates import Recompute, recomputable
 from encore.graph import verify_graph
@@ -55,6 +57,7 @@ from encore.plan import (
     keeps_budget,
     lowest,
     may_win,
+    room_for,
     stack_plans,
     will_do,
     worth_having,
@@ -74,6 +77,16 @@ log = logging.getLogger("encore")
 
 
 @dataclass(frozen=True, slots=True)
+class Carried:
+    """The plans that were searched for another graph of the same structure."""
+
+    forms: Forms
+    """Those of this graph, to be searched if the plans do not serve it."""
+    nearest: FinishedSearch
+    """What was reached at the nearest sizes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Candidates:
     """The plans to choose from, and the planners that build them."""
 
@@ -83,6 +96,8 @@ class Candidates:
     """What measures the gradient error of lossy codecs, if they have a bound."""
     planners: tuple[Planner, ...] = ()
     """Those whose graphs were searched, or could be."""
+    carried: Carried | None = None
+    """Where they come from, if nothing was searched for this graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +122,10 @@ class Fitting:
 
 def compile_captured(captured: Captured, clock: StageClock) -> Variant:
     """All stages, in order."""
-    verify_graph(captured.graph)
+    if not torch_private.in_backward():
+        Observation.end_running()  # of this step, which is not measured: nothing is probed while a profiler runs
+    with collector_paused():
+        verify_graph(captured.graph)
     clock.lap("verify")
     if captured.calls:
         plans = plan_calls(captured, clock)
@@ -220,7 +238,8 @@ def plan_graph(captured: Captured, unplanned: Plan, clock: StageClock) -> Fittin
 
 def find_candidates(forms: Forms) -> Candidates:
     """The plans to choose from: the one that was given; what checkpoints in the model ask for, if nothing else is
-    asked; only the one that keeps everything, if that is enough; else those that a search finds."""
+    asked; only the one that keeps everything, if that is enough; those that were found for another graph of the same
+    structure; else those that a search finds."""
     captured, planner = forms.captured, forms.first
     options, session = captured.options, captured.session
     if options.plan is not None:
@@ -233,6 +252,56 @@ def find_candidates(forms: Forms) -> Candidates:
         return Candidates(forms, (_checkpointed(planner, as_it_is, by_hand),))
     if captured.runs and will_do(as_it_is, options, unplanned=forms.unplanned, earlier=captured.earlier):
         return Candidates(forms, (as_it_is,))
+    return carried_candidates(forms) or searched_candidates(forms)
+
+
+def _is_needed(forms: Forms) -> Callable[[Planner, Sequence[Candidate]], bool]:
+    """Return whether a form of a graph may have a plan that is chosen. An estimate is asked for any budget."""
+    captured = forms.captured
+
+    def is_needed(form: Planner, found: Sequence[Candidate]) -> bool:
+        fastest, options, earlier = form.as_it_is().overhead, captured.options, captured.earlier
+        return not captured.runs or may_win(fastest, found, options, unplanned=forms.unplanned, earlier=earlier)
+
+    return is_needed
+
+
+def carried_candidates(forms: Forms) -> Candidates | None:
+    """The plans that were found for other sizes, for the graph at hand; None where they are not known, or must not be
+    used: lossy codecs are bounded by what they do to each graph."""
+    captured, session = forms.captured, forms.captured.session
+    if not captured.runs or captured.options.lossy.bound is not None:
+        return None
+    known = session.structures.of(captured.graph)
+    nearest = known.nearest(session.structures.structure(captured.graph))
+    if nearest is None:
+        return None
+    session.scaled_seconds.begin()
+    patterns, planner = known.patterns, forms.first
+    codecs = planner.methods.codecs if any(one.codecs for one in patterns) else ()
+    by_data = any(not CODECS[name].exact_size for name in codecs if any(name in one.codecs for one in patterns))
+    priced = forms.priced_by(session.scaled_seconds)
+    planner = priced.first.informed(links=session.links, densities=_densities(captured, planner) if by_data else {})
+    priced = dataclasses.replace(priced, first=planner)
+    wanted = dict.fromkeys((one.lean, one.slices) for one in patterns)
+    lean: Planner | None = None
+    if any(is_lean for is_lean, _ in wanted):
+        priced, lean = priced.with_lean()
+    known_forms = [(priced.first, False), *([] if lean is None else [(lean, True)])]
+    planners = (
+        found
+        for one, is_lean in known_forms
+        for slices in (1, *(count for kind, count in wanted if kind is is_lean and count > 1))
+        if (found := priced.in_slices(one, slices)) is not None
+    )
+    offers = _offers_of(captured, planners, lambda form: form.carried_plans(patterns), _is_needed(forms))
+    return Candidates(priced, tuple(offers), carried=Carried(forms, nearest))
+
+
+def searched_candidates(forms: Forms) -> Candidates:
+    """The plans that a search finds, which are remembered for other graphs of the same structure."""
+    captured, planner = forms.captured, forms.first
+    options, session = captured.options, captured.session
     session.seconds.settle(planner.runs.schedule)
     planner = planner.informed(links=session.links, densities=_densities(captured, planner))
     bounded = None
@@ -240,25 +309,35 @@ def find_candidates(forms: Forms) -> Candidates:
         bounded = _bounded(forms, planner, options.lossy.bound)
         planner = planner.informed(admitted=frozenset() if bounded is None else bounded.admitted())
         _warn_if_unmeasured(captured, bounded)
-    return search_plans(Candidates(dataclasses.replace(forms, first=planner), (), bounded))
+    found = search_plans(Candidates(dataclasses.replace(forms, first=planner), (), bounded))
+    if captured.runs and options.lossy.bound is None:
+        structure = session.structures.structure(captured.graph)
+        session.structures.of(captured.graph).remember(FinishedSearch.of(structure, found.planners, found.offers))
+    return found
 
 
 def search_plans(candidates: Candidates) -> Candidates:
     """Search all forms of the graph."""
     forms, lean = candidates.forms.with_lean()
-    captured, options = forms.captured, forms.captured.options
+    captured = forms.captured
     planners = [form for one in (forms.first, lean) if one is not None for form in forms.all_slices(one)]
-
-    def is_needed(form: Planner, found: Sequence[Candidate]) -> bool:
-        """An estimate is asked for any budget."""
-        fastest, earlier = form.as_it_is().overhead, captured.earlier
-        return not captured.runs or may_win(fastest, found, options, unplanned=forms.unplanned, earlier=earlier)
-
-    offers = candidates_of(planners, is_needed)
-    if captured.calls:
-        several = [planner.informed(calls=forms.captured.calls + 1) for planner in planners]
-        offers = few(offers) + few(candidates_of(several))
+    offers = _offers_of(captured, planners, Planner.candidate_plans, _is_needed(forms))
     return dataclasses.replace(candidates, forms=forms, offers=tuple(offers), planners=tuple(planners))
+
+
+def _offers_of(
+    captured: Captured,
+    planners: Iterable[Planner],
+    plans_of: Callable[[Planner], list[Candidate]],
+    is_needed: Callable[[Planner, Sequence[Candidate]], bool],
+) -> list[Candidate]:
+    """The candidates of all forms of a graph; of several calls, also those that save the least."""
+    planners = [*planners] if captured.calls else planners
+    offers = candidates_of(planners, is_needed, plans_of)
+    if captured.calls:
+        several = [planner.informed(calls=captured.calls + 1) for planner in planners]
+        offers = few(offers) + few(candidates_of(several, candidate_plans=plans_of))
+    return offers
 
 
 def search_untimed(candidates: Candidates) -> Candidates:
@@ -333,9 +412,15 @@ def choose_and_fuse(candidates: Candidates, clock: StageClock) -> Fitting:
         try:
             chosen = choose_candidate(candidates)
         except BudgetError:
+            if candidates.carried is not None:
+                candidates = search_anew(candidates.carried)
+                continue
             if not candidates.planners:
                 raise
             candidates = search_untimed(candidates)
+            continue
+        if candidates.carried is not None and _falls_short(candidates, candidates.carried, chosen.offer):
+            candidates = search_anew(candidates.carried)
             continue
         if chosen.excess:
             candidates = _tightened(candidates, chosen.excess)
@@ -350,6 +435,26 @@ def choose_and_fuse(candidates: Candidates, clock: StageClock) -> Fitting:
         candidates = dataclasses.replace(candidates, offers=corrected)
 
 
+def search_anew(carried: Carried) -> Candidates:
+    """The plans that a search finds for the graph itself."""
+    log.info("%s: plans of other sizes do not serve it", carried.forms.captured.name)
+    with collector_paused():
+        return searched_candidates(carried.forms.priced_by(carried.forms.captured.session.seconds))
+
+
+def _falls_short(candidates: Candidates, carried: Carried, offer: Candidate) -> bool:
+    """Return whether a carried plan is far from what the search at the nearest sizes has reached."""
+    forms, kept = candidates.forms, candidates.offers[0].plan
+    options = forms.captured.options
+    share, overhead = offer.plan.timeline.step_peak / kept.timeline.step_peak, offer.plan.overhead
+    if options.budget is None:
+        return share > LARGER * carried.nearest.least_share(options.allowed_overhead)
+    if options.budget.is_floor:
+        return share > LARGER * carried.nearest.least_share(math.inf)
+    room = room_for(kept, options, unplanned=forms.unplanned, earlier=forms.captured.earlier)
+    return overhead > SLOWER * carried.nearest.least_overhead(room / kept.timeline.step_peak) + SLOWER_BY
+
+
 def choose_candidate(candidates: Candidates) -> Chosen:
     """The candidate that is asked for, and what its lossy codecs do to the gradients."""
     forms = candidates.forms
@@ -357,7 +462,13 @@ def choose_candidate(candidates: Candidates) -> Chosen:
     if options.plan is not None:
         return Chosen(candidates.offers[0])
     with collector_paused():
-        offer = choose(candidates.offers, options, unplanned=forms.unplanned, earlier=forms.captured.earlier)
+        offer = choose(
+            candidates.offers,
+            options,
+            unplanned=forms.unplanned,
+            earlier=forms.captured.earlier,
+            thorough=candidates.carried is None,
+        )
     bounded, plan = candidates.bounded, offer.separate
     if bounded is None or all(fate.lossless for fate in plan.fates):
         return Chosen(offer)
@@ -396,7 +507,8 @@ def fuse_candidate(candidates: Candidates, offer: Candidate) -> FusedPlan:
     found = fused(captured, offer.separate, compile_kernels=captured.runs)
     plan = dataclasses.replace(found.plan, overhead=offer.plan.overhead)
     if several:
-        time_kernels(captured.session.seconds, kernels_of(plan.schedule), found.kernels)
+        seconds = captured.session.seconds if candidates.carried is None else captured.session.scaled_seconds
+        time_kernels(seconds, kernels_of(plan.schedule), found.kernels)
     if several or plan.tiers:
         plan = planner.timed(plan)
     return dataclasses.replace(found, plan=plan)
@@ -416,7 +528,8 @@ def with_saving_order(fitting: Fitting) -> Fitting:
     """The same plan, with what it saves in the order in which AOTAutograd wants it."""
     plan = fitting.fused.plan
     ordered = dataclasses.replace(plan, schedule=_in_saving_order(fitting.captured, plan.schedule))
-    verify_graph(ordered.schedule.graph)
+    with collector_paused():
+        verify_graph(ordered.schedule.graph)
     return dataclasses.replace(fitting, fused=dataclasses.replace(fitting.fused, plan=ordered))
 
 
@@ -437,7 +550,8 @@ def lower_plan(fitting: Fitting, unplanned: Plan, clock: StageClock) -> Variant:
     if session.checks:
         _replay(captured, plan)
     name = captured.name.replace(" ", "_")
-    lowered = lower(runs, name, found.kernels, watching, transports, checked=session.checks)
+    with collector_paused():
+        lowered = lower(runs, name, found.kernels, watching, transports, checked=session.checks)
     clock.lap("lower")
     graph = CapturedGraph(
         name=captured.name,

@@ -20,11 +20,12 @@ import torch
 
 from encore.checking import checks_enabled
 from encore.compiler.bypass import BypassWatch
+from encore.compiler.known_structures import KnownStructures
 from encore.compiler.lossy_check import LossyCheck
 from encore.compiler.plain_saves import PlainSaves
 from encore.compiler.step import StepPlanner
 from encore.compiler.watch import CodeWatch
-from encore.cost import LinkLessons, Seconds, Workspaces, assumed_link, known_link, link_to
+from encore.cost import LinkLessons, ScaledSeconds, Seconds, Workspaces, assumed_link, known_link, link_to
 from encore.devices import is_here
 from encore.fates import Link
 from encore.lower import Transport
@@ -132,6 +133,10 @@ class Session:
         self._outside = 0
         self.workspaces = Workspaces(run=self.runs)
         self.seconds = Seconds(run=self.runs)
+        self.scaled_seconds = ScaledSeconds(self.seconds)
+        """Those of graphs whose plans are carried over from other sizes."""
+        self.structures = KnownStructures()
+        """What was decided for the structures of its graphs."""
         self.graphs: list[CapturedGraph] = []
         self.plain: list[PlainGraph] = []
         self.tensors: list[weakref.ref[torch.Tensor]] = []

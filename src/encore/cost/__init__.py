@@ -9,6 +9,7 @@ from encore.cost.kernel_timing import kernel_seconds, time_kernels
 from encore.cost.lessons import LinkLessons
 from encore.cost.links import assumed_link, known_link, link_to
 from encore.cost.roofline import AssumedSeconds
+from encore.cost.scaled_seconds import ScaledSeconds
 from encore.cost.seconds import Seconds
 from encore.cost.workspace import Workspaces
 
@@ -17,6 +18,7 @@ __all__ = [
     "LinkLessons",
     "Measurement",
     "Meter",
+    "ScaledSeconds",
     "Seconds",
     "Workspaces",
     "assumed_link",

@@ -10,6 +10,7 @@ import torch
 
 from encore.cost.probe import random_tensor
 from encore.cost.room import has_room, sets_of_operands
+from encore.cost.scaled_seconds import ScaledSeconds
 from encore.cost.seconds import Seconds
 from encore.cost.timing import seconds_of
 from encore.cost.torch_private import profiler_is_running
@@ -29,10 +30,12 @@ UNCHANGED = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.def
 """Their results for zeros are zeros."""
 
 
-def time_kernels(seconds: Seconds, kernels: Mapping[str, Kernel], compiled: Mapping[str, CompiledKernel]) -> None:
+def time_kernels(
+    seconds: Seconds | ScaledSeconds, kernels: Mapping[str, Kernel], compiled: Mapping[str, CompiledKernel]
+) -> None:
     """Time the kernels that have not been timed on this machine."""
     for key, kernel in kernels.items():
-        if key not in compiled or seconds.knows(key):
+        if key not in compiled or seconds.knows(kernel):
             continue
         if not seconds.run or profiler_is_running() or not may_run(kernel):
             continue
@@ -41,7 +44,7 @@ def time_kernels(seconds: Seconds, kernels: Mapping[str, Kernel], compiled: Mapp
         except Exception as error:  # of any kind: a kernel may reject random operands, and still run in the step
             log.info("the seconds of kernel %s are an estimate: it cannot be run (%s)", key, error)
         else:
-            seconds.learn(key, found)
+            seconds.learn(kernel, found)
 
 
 def kernel_seconds(kernel: Kernel, call: Call) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import logging
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -19,9 +20,10 @@ from encore.codecs import Codec
 from encore.cost.codec_timing import CodecCall, codec_of
 from encore.cost.domains import domain_key
 from encore.cost.probe import device_of_call, footprint, random_call
-from encore.cost.rates import Rates, is_duration
+from encore.cost.rates import AssumedRates, Rates, is_duration
 from encore.cost.roofline import kernel_roofline, op_roofline
 from encore.cost.room import has_room, sets_of_operands
+from encore.cost.scaled_seconds import KnownSizes, call_structure, kernel_structure
 from encore.cost.signature import as_first_drawn, call_signature, can_run, is_pure_aten
 from encore.cost.timing import MOST_SECONDS, seconds_of
 from encore.cost.torch_private import profiler_is_running
@@ -32,6 +34,7 @@ from encore.graph.random_ops import DrawState
 from encore.graph.tier_ops import is_transfer
 from encore.measurements import machine_cache
 from encore.schedule import Fused, Run, Schedule
+from encore.schedule.kernel import Kernel
 
 log = logging.getLogger("encore")
 
@@ -42,6 +45,8 @@ SETTLING = 2.0
 LEAST_SHARE = 0.005
 """Share of a step from which on an operator is timed again."""
 ROUNDS = 2
+MODEL = AssumedRates()
+"""By which seconds are scaled from one size to another."""
 
 
 class Seconds:
@@ -53,6 +58,8 @@ class Seconds:
         self._rates = Rates(run=run)
         self._known: dict[str, float] = {}
         self._guessed: dict[str, float] = {}
+        self.sizes = KnownSizes()
+        """What is known of calls at several sizes."""
         self._fresh: dict[str, tuple[Graph, Op, int | None]] = {}
         """Operators that this object has timed, and only once."""
         self._answers: weakref.WeakKeyDictionary[Graph, dict[tuple[int, int | None], float]] = (
@@ -63,7 +70,7 @@ class Seconds:
         """Seconds of one call; of an operator that writes over its operand `over`, if that is given."""
         if isinstance(op, Fused):
             return self._of_kernel(graph, op)
-        if op.kind is OpClass.VIEW or isinstance(op.target, DrawState) or is_transfer(op.target):
+        if not _takes_time(op):
             return self._rates.view
         answers = self._answers.get(graph)
         if answers is None:
@@ -77,14 +84,31 @@ class Seconds:
         """Seconds that a cheap operator takes as a kernel of its own, or at most adds to one."""
         return op_roofline(graph, op, self._rates)
 
-    def learn(self, kernel_key: str, seconds: float) -> None:
-        """Record the measured seconds of a compiled kernel."""
-        self._known[_kernel(kernel_key)] = seconds
-        self._cache.put(_kernel(kernel_key), seconds)
+    def scaled(self, graph: Graph, op: Op, over: int | None, may_scale: Callable[[str], bool]) -> float | None:
+        """Seconds of an operator that was not timed at its size, from other sizes; None if they are not known, or if
+        `may_scale` says so of the call."""
+        if not self.run or not _is_timed(op):
+            return None
+        op = as_first_drawn(op)
+        key = _operator(graph, op, over)
+        if self._recall(key) is not None or not may_scale(key):
+            return None
+        return self.sizes.at(call_structure(graph, op, over), op_roofline(graph, op, MODEL))
 
-    def knows(self, kernel_key: str) -> bool:
+    def scaled_kernel(self, graph: Graph, action: Fused) -> float | None:
+        """Seconds of a kernel that was not timed, from kernels of the same structure; None if there are none."""
+        if not self.run or self._recall(_kernel(action.kernel.key)) is not None:
+            return None
+        return self.sizes.at(kernel_structure(action.kernel.text), kernel_roofline(graph, action, MODEL))
+
+    def learn(self, kernel: Kernel, seconds: float) -> None:
+        """Record the measured seconds of a compiled kernel."""
+        self._known[_kernel(kernel.key)] = seconds
+        self._cache.put(_kernel(kernel.key), seconds)
+
+    def knows(self, kernel: Kernel) -> bool:
         """Return whether a kernel has been timed, in this process or an earlier one."""
-        return self._recall(_kernel(kernel_key)) is not None
+        return self._recall(_kernel(kernel.key)) is not None
 
     def settle(self, schedule: Schedule) -> None:
         """Time the operators again that take most of the step and were timed just now. A single measurement may fall
@@ -105,6 +129,8 @@ class Seconds:
                     again = op_seconds(*self._fresh[key], most_seconds=SETTLING / ROUNDS * share)
                     self._known[key] = min(self._known[key], again)
                     self._cache.put(key, self._known[key])
+        for key, call in self._fresh.items():
+            self._note(key, *call)
         self._fresh.clear()
         self._answers.clear()
 
@@ -115,6 +141,9 @@ class Seconds:
         key = action.kernel.key
         known = self._recall(_kernel(key))
         if known is not None:
+            if not self.sizes.is_noted(key):
+                model = kernel_roofline(graph, action, MODEL)
+                self.sizes.note(key, kernel_structure(action.kernel.text), model, known)
             return known
         if key not in self._guessed:
             self._guessed[key] = kernel_roofline(graph, action, self._rates)
@@ -141,6 +170,7 @@ class Seconds:
         key = _operator(graph, op, over)
         known = self._recall(key)
         if known is not None:
+            self._note(key, graph, op, over)
             return known
         if not self.run or profiler_is_running() or not may_run(graph, op):
             return op_roofline(graph, op, self._rates)
@@ -152,8 +182,16 @@ class Seconds:
         else:
             self._fresh[key] = (graph, op, over)
             self._cache.put(key, seconds)
+            self._known[key] = seconds
+            self._note(key, graph, op, over)
         self._known[key] = seconds
         return seconds
+
+    def _note(self, key: str, graph: Graph, op: Op, over: int | None) -> None:
+        """Note the size of a call whose seconds are known."""
+        if self.run and (key in self._fresh or not self.sizes.is_noted(key)):
+            structure, model = call_structure(graph, op, over), op_roofline(graph, op, MODEL)
+            self.sizes.note(key, structure, model, self._known[key])
 
     def _recall(self, key: str) -> float | None:
         if key not in self._known:
@@ -162,6 +200,16 @@ class Seconds:
                 return None
             self._known[key] = cached
         return self._known[key]
+
+
+def _takes_time(op: Op) -> bool:
+    """Return whether a call takes more than that of a view."""
+    return not (op.kind is OpClass.VIEW or isinstance(op.target, DrawState) or is_transfer(op.target))
+
+
+def _is_timed(op: Op) -> bool:
+    """Return whether a call is timed by itself; codecs are timed for a few sizes, and scaled anyway."""
+    return _takes_time(op) and not is_codec(op.target)
 
 
 def _operator(graph: Graph, op: Op, over: int | None) -> str:

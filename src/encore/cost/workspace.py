@@ -3,7 +3,8 @@
 oneDNN reorders the operands of a convolution into layouts of its own choice, autograd's formulas make copies, a matrix
 product may need a contiguous operand: a graph has none of this. So workspaces are measured: each distinct call runs
 once on random tensors, and what the allocator reports is cached. Pointwise operators are not run: their workspace is a
-boxed scalar, and a copy of operands of another type. If operators may not run (in an estimate, or under a user's
+boxed scalar, and a copy of operands of another type. Nor is a call between sizes that were run, if its workspace is
+certain from these (`fitted_workspaces.py`). If operators may not run (in an estimate, or under a user's
 profiler) and nothing is cached, a bound is used: it covers oneDNN's reorders, and is a guess for operators without a
 rule here.
 """
@@ -14,21 +15,23 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
 from encore.codecs import WORKSPACES as CODING
 from encore.cost.domains import domain_key
+from encore.cost.fitted_workspaces import FittedWorkspaces, sizes_of_call
 from encore.cost.probe import device_of_call, footprint, probe_workspace
 from encore.cost.room import has_room
 from encore.cost.signature import as_first_drawn, call_signature, can_run, draws_from_aten, is_pure_aten
 from encore.cost.torch_private import profiler_is_running
 from encore.graph import Graph, Op, OpClass
-from encore.graph.on_shapes import call_on_shapes
+from encore.graph.on_shapes import call_on_shapes, shaped_arguments
 from encore.graph.ops import is_pointwise
 from encore.graph.random_ops import DrawAgain
+from encore.graph.structure import op_structure
 from encore.graph.torch_private import OpOverload
 from encore.graph.values import Ref
 from encore.kernels.draws import FEW, STATE_BYTES
@@ -63,6 +66,9 @@ class Workspaces:
         self.run = run
         self._cache = machine_cache()
         self._known: dict[str, int] = {}
+        self._fitted = FittedWorkspaces()
+        self._own: dict[Hashable, int] = {}
+        """Of Encore's own operators, by call."""
         self._kernels: dict[str, int] = {}
         self._bounds: dict[str, str] = {}
         """Why the known workspace of a call is a bound."""
@@ -89,7 +95,7 @@ class Workspaces:
 
     def _answer(self, graph: Graph, op: Op) -> int:
         if op.target in WORKSPACES:
-            return _of_own(graph, op)
+            return self._of_own(graph, op)
         if not is_pure_aten(op):
             if op.kind is OpClass.RANDOM or isinstance(op.target, DrawAgain):
                 return self._of_draw(graph, op)
@@ -99,6 +105,14 @@ class Workspaces:
         if is_pointwise(op.target):
             return _pointwise(graph, op)
         return self._measured(graph, op)
+
+    def _of_own(self, graph: Graph, op: Op) -> int:
+        """The workspace of an operator of Encore's own, from the shapes of its operands."""
+        arguments = shaped_arguments(graph, op)
+        key = (op.target, arguments, torch.get_num_threads())
+        if key not in self._own:
+            self._own[key] = int(call_on_shapes(WORKSPACES[op.target], arguments))
+        return self._own[key]
 
     def _of_draw(self, graph: Graph, op: Op) -> int:
         """The workspace of a draw; with the state that is restored after it, if it repeats another one."""
@@ -125,10 +139,15 @@ class Workspaces:
 
     def _ask(self, graph: Graph, op: Op, key: str) -> int:
         cached = self._cache.get(key)
-        if cached is not None:
-            return int(cached)
         if not self.run:
-            return _bound(graph, op)
+            return _bound(graph, op) if cached is None else int(cached)
+        structure, sizes = f"{op_structure(graph, op)} threads={torch.get_num_threads()}", sizes_of_call(graph, op)
+        if cached is not None:
+            self._fitted.note(structure, sizes, int(cached))
+            return int(cached)
+        fitted = self._fitted.at(structure, sizes)
+        if fitted is not None:
+            return fitted
         why = self._reason_not_to_run(graph, op)
         if not why:
             try:
@@ -140,6 +159,7 @@ class Workspaces:
             self._bounds[key] = why.splitlines()[0]
             return _bound(graph, op)
         self._cache.put(key, workspace)
+        self._fitted.note(structure, sizes, workspace)
         return workspace
 
     def _reason_not_to_run(self, graph: Graph, op: Op) -> str:
@@ -158,12 +178,6 @@ def _drawn(graph: Graph, op: Op) -> int:
         return BOXED_SCALARS
     coins = sum(graph.bytes_of(value) for value in op.writes if value is not None)
     return STATE_BYTES if coins >= FEW else BOXED_SCALARS
-
-
-def _of_own(graph: Graph, op: Op) -> int:
-    """The workspace of an operator of Encore's own, from the shapes of its operands."""
-    found: int = call_on_shapes(graph, op, WORKSPACES[op.target])
-    return found
 
 
 def _pointwise(graph: Graph, op: Op) -> int:

@@ -20,7 +20,7 @@ from encore.errors import PlanError
 from encore.fates.fate import Decision, Fate, Given, OpSeconds, Terms
 from encore.graph import Graph, Op
 from encore.graph.editor import Editor
-from encore.graph.on_shapes import call_on_shapes
+from encore.graph.on_shapes import call_on_shapes, shaped_arguments
 from encore.rnn.tuning import lean_steps
 
 BACKWARD_OF: dict[Any, Any] = {
@@ -161,7 +161,8 @@ def keep_less(graph: Graph, stashes: Iterable[Stash]) -> Graph:
             continue
         for op in (one.forward, one.backward):
             editor.call_with(op, _keeping(op, every[one.output]))
-        shapes = _shapes(editor.graph, editor.graph.ops[one.forward.id])
+        forward = editor.graph.ops[one.forward.id]
+        shapes = _shapes(forward.target, shaped_arguments(editor.graph, forward))
         for number, shape in zip(one.residue, shapes[-len(one.residue) :], strict=True):
             editor.resize(number, shape)
     return editor.finish_in_place()
@@ -181,6 +182,7 @@ def _keeping(op: Op, every: int) -> tuple[Any, ...]:
     return (*op.args[:place], every, *op.args[place + 1 :])
 
 
-def _shapes(graph: Graph, op: Op) -> list[tuple[int, ...]]:
+@functools.lru_cache(maxsize=4096)
+def _shapes(target: Any, arguments: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
     """Of all results of an operator, as its operands are."""
-    return [tuple(result.shape) for result in call_on_shapes(graph, op, op.target)]
+    return tuple(tuple(result.shape) for result in call_on_shapes(target, arguments))

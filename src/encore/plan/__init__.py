@@ -4,9 +4,10 @@
 `schedule/` orders. Nothing here runs.
 """
 
-from encore.plan.budget import choose, keeps_budget, lowest, may_win, stack_plans, will_do
+from encore.plan.budget import choose, keeps_budget, lowest, may_win, room_for, stack_plans, will_do
 from encore.plan.candidate import Candidate, worth_having
 from encore.plan.methods import Methods, allowed_methods
+from encore.plan.patterns import PlanPattern, roles_of
 from encore.plan.plan import Plan, feature_maps, keep_everything
 from encore.plan.planner import Planner, candidates_of
 from encore.plan.saved import GraphPlan, SavedPlan
@@ -17,6 +18,7 @@ __all__ = [
     "GraphPlan",
     "Methods",
     "Plan",
+    "PlanPattern",
     "Planner",
     "SavedPlan",
     "allowed_methods",
@@ -27,6 +29,8 @@ __all__ = [
     "keeps_budget",
     "lowest",
     "may_win",
+    "roles_of",
+    "room_for",
     "stack_plans",
     "step_seconds",
     "will_do",

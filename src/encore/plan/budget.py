@@ -38,9 +38,14 @@ def may_win(
         return fastest <= goal.allowed_overhead
     if goal.budget.is_floor:
         return True
-    kept = found[0].plan
-    room = goal.budget.resolve(_total(unplanned, goal, earlier)) - _total(kept, goal, earlier) + kept.timeline.step_peak
+    room = room_for(found[0].plan, goal, unplanned=unplanned, earlier=earlier)
     return not any(one.overhead <= fastest and one.step_peak * NEAR <= room for one in found)
+
+
+def room_for(kept: Plan, goal: Goal, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> int:
+    """The step peak that a plan may have within the budget, which is not the floor; `kept` keeps everything."""
+    assert goal.budget is not None
+    return goal.budget.resolve(_total(unplanned, goal, earlier)) - _total(kept, goal, earlier) + kept.timeline.step_peak
 
 
 def keeps_budget(plan: Plan, goal: Goal, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> bool:
@@ -55,9 +60,15 @@ def _total(plan: Plan, goal: Goal, earlier: Sequence[Plan]) -> int:
 
 
 def choose(
-    candidates: Sequence[Candidate], goal: Goal, *, unplanned: Plan | None = None, earlier: Sequence[Plan] = ()
+    candidates: Sequence[Candidate],
+    goal: Goal,
+    *,
+    unplanned: Plan | None = None,
+    earlier: Sequence[Plan] = (),
+    thorough: bool = True,
 ) -> Candidate:
-    """Pick from the candidates for one graph; `earlier` are the plans of the graphs that the step has run before it.
+    """Pick from the candidates for one graph; `earlier` are the plans of the graphs that the step has run before it. A
+    `thorough` choice also builds faster plans than the one that fits, since they may take less than was estimated.
 
     The first candidate keeps everything; `unplanned` is what percentages are of, where that is another plan. The peak
     of a candidate is an estimate; those that come into question are built, and the peak of the plan itself counts.
@@ -77,6 +88,8 @@ def choose(
     room = limit - (total(kept) - kept.timeline.step_peak)
     ordered = sorted(candidates, key=lambda candidate: (candidate.overhead, candidate.step_peak))
     found = next((one for one in ordered if one.step_peak <= room * NEAR and total(one.plan) <= limit), None)
+    if found is not None and not thorough:
+        return found
     smallest = lowest(candidates if found is None else ordered[: ordered.index(found)])
     faster = [candidate for candidate in smallest if total(candidate.plan) <= limit]
     if found is not None or faster:

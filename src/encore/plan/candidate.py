@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
+from encore.fates import Fate
 from encore.plan.methods import Methods
 from encore.plan.plan import Plan
 
@@ -25,6 +26,11 @@ class Candidate:
     fuse: Fuse = lambda plan: plan
     found_with: set[Methods] = dataclasses.field(default_factory=set)
     """The sets of methods with which a search came upon it; none where no search was needed."""
+    fates: frozenset[Fate] = frozenset()
+    """What becomes of the values that it does not keep."""
+    slices: int = 1
+    lean: bool = False
+    """The form of the graph that it is a plan of."""
 
     @functools.cached_property
     def separate(self) -> Plan:

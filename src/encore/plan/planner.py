@@ -21,6 +21,7 @@ from encore.plan.admission import Admitted
 from encore.plan.calls import CallCosts
 from encore.plan.candidate import Candidate, Fuse, by_methods, worth_having
 from encore.plan.methods import Methods
+from encore.plan.patterns import PlanPattern, roles_of
 from encore.plan.plan import Plan, feature_maps
 from encore.plan.search import EVALUATED_OPS, MOST_EVALUATIONS, SMALLEST, Search
 from encore.plan.seconds import ActionSeconds, step_seconds
@@ -113,22 +114,48 @@ class Planner:
 
     def candidate_plans(self) -> list[Candidate]:
         """From the fastest, which keeps everything, to the smallest."""
-        build = self.fuse is None and len(self.graph.ops) <= SMALL_GRAPH
+        built = self._is_built
+        searched = (
+            (rough, {methods})
+            for methods, search in self._searches()
+            for rough in (spread(search.within_reach(FAR), MOST_BUILT) if built else search.pareto())
+        )
+        return self._candidates_of(searched)
+
+    def carried_plans(self, patterns: Iterable[PlanPattern]) -> list[Candidate]:
+        """The plans of other graphs of this structure, and of this form, for this one; nothing is searched."""
+        mine = [one for one in patterns if (one.lean, one.slices) == (self.kept.lean, self.kept.slices)]
+        model, values_of = self._step_model(), roles_of(self.graph)
+        if not all(one.only_recomputes for one in mine):
+            used = set().union(*(one.codecs for one in mine))
+            codecs = tuple(name for name in self.methods.codecs if name in used)
+            methods = dataclasses.replace(self._allowed_methods, codecs=codecs)
+            model.add_candidates(self.candidates(model.open_values - self.frozen, methods))
+        carried = []
+        for one in mine:
+            chosen = model.numbers(one.recomputed(values_of), one.others(values_of, model.candidates))
+            carried.append((model.evaluate(chosen), one.found_with))
+        return self._candidates_of(carried)
+
+    @property
+    def _is_built(self) -> bool:
+        """Whether plans are built before they become candidates."""
+        return self.fuse is None and len(self.graph.ops) <= SMALL_GRAPH
+
+    def _candidates_of(self, found: Iterable[tuple[RoughPlan, Collection[Methods]]]) -> list[Candidate]:
+        """Keeping everything, and these plans, with the methods that they were found with."""
         candidates: dict[object, Candidate] = {}
-        for methods, search in self._searches():
-            found = spread(search.within_reach(FAR), MOST_BUILT) if build else search.pareto()
-            for rough in found:
-                fates = rough.fates
-                if fates:
-                    key = fates if build else (fates, rough.peak, rough.seconds)
-                    if key not in candidates:
-                        candidates[key] = self.given(fates) if build else self._rough_candidate(rough)
-                    candidates[key].found_with.add(methods)
+        for rough, found_with in found:
+            fates = rough.fates
+            if fates:
+                key = fates if self._is_built else (fates, rough.peak, rough.seconds)
+                if key not in candidates:
+                    candidates[key] = self.given(fates) if self._is_built else self._rough_candidate(rough)
+                candidates[key].found_with.update(found_with)
         return [self.as_it_is(), *candidates.values()]
 
-    def _searches(self) -> Iterator[tuple[Methods, Search]]:
-        """One for every set of methods that makes a difference, each with what those before have found."""
-        whole = StepModel(
+    def _step_model(self) -> StepModel:
+        return StepModel(
             self.runs.schedule,
             self.runs.timeline,
             self.seconds,
@@ -136,12 +163,18 @@ class Planner:
             frozen=self.frozen,
             calls=self.calls,
         )
+
+    @property
+    def _allowed_methods(self) -> Methods:
+        """What it may do, offloading included if there are tiers."""
+        return dataclasses.replace(self.methods, kinds=self.methods.kinds.union([Offload.kind] if self.links else ()))
+
+    def _searches(self) -> Iterator[tuple[Methods, Search]]:
+        """One for every set of methods that makes a difference, each with what those before have found."""
+        whole = self._step_model()
         large = len(self.graph.ops) * MOST_EVALUATIONS > EVALUATED_OPS
         done: list[tuple[Methods, Search]] = []
-        allowed = dataclasses.replace(
-            self.methods, kinds=self.methods.kinds.union([Offload.kind] if self.links else ())
-        )
-        for methods in allowed.narrower():
+        for methods in self._allowed_methods.narrower():
             model = whole.for_choices(recompute=Recompute.kind in methods.kinds)
             model.add_candidates(self.candidates(model.open_values - self.frozen, methods))
             narrower = [search for other, search in done if other.within(methods)]
@@ -192,7 +225,11 @@ class Planner:
 
     def candidate(self, fates: frozenset[Fate], step_peak: int, overhead: float) -> Candidate:
         """The plan that carries out these fates."""
-        return Candidate(step_peak, overhead, build=lambda: self.plan(fates), fuse=self._fuse_and_time)
+        form = self.kept
+        return Candidate(
+            step_peak, overhead, lambda: self.plan(fates), self._fuse_and_time,
+            fates=fates, slices=form.slices, lean=form.lean,
+        )  # fmt: skip
 
     def plan(self, fates: frozenset[Fate]) -> Plan:
         """The plan that carries out these fates, as separate operators."""
@@ -257,14 +294,17 @@ def spread(plans: Sequence[RoughPlan], most: int) -> list[RoughPlan]:
 
 
 def candidates_of(
-    planners: Iterable[Planner], may_win: Callable[[Planner, Sequence[Candidate]], bool] = lambda form, found: True
+    planners: Iterable[Planner],
+    may_win: Callable[[Planner, Sequence[Candidate]], bool] = lambda form, found: True,
+    candidate_plans: Callable[[Planner], list[Candidate]] | None = None,
 ) -> list[Candidate]:
     """The candidates of several forms of one graph, the form as it is first: of every set of methods each that is worth
-    having. A form that cannot win against what was found before is not searched."""
+    having. A form that cannot win against what was found before is not searched. `candidate_plans` takes the place of
+    a search."""
     every: list[Candidate] = []
     for planner in planners:
         if not every or may_win(planner, every):
-            every += planner.candidate_plans()
+            every += planner.candidate_plans() if candidate_plans is None else candidate_plans(planner)
     as_it_is, *found = every
     worth = [candidate for searched in by_methods([as_it_is, *found]) for candidate in worth_having(searched)]
     return [as_it_is, *sorted(set(worth) - {as_it_is}, key=lambda candidate: (candidate.overhead, candidate.step_peak))]

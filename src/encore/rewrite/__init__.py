@@ -12,9 +12,10 @@ measured; what any of them does to the peak is simulated, and a pass that would 
 from encore.rewrite.head_slices import split_head
 from encore.rewrite.heads import find_heads
 from encore.rewrite.judge import ComparedJudge, ConvolutionShape, Judge, LeanJudge
+from encore.rewrite.known_ratios import KnownRatios
 from encore.rewrite.passes import PASSES, Rewritten, rewrite
 
 __all__ = [
-    "PASSES", "ComparedJudge", "ConvolutionShape", "Judge", "LeanJudge", "Rewritten", "find_heads", "rewrite",
-    "split_head",
+    "PASSES", "ComparedJudge", "ConvolutionShape", "Judge", "KnownRatios", "LeanJudge", "Rewritten", "find_heads",
+    "rewrite", "split_head",
 ]  # fmt: skip

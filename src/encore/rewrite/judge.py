@@ -1,4 +1,5 @@
-"""Whether a rewrite pays: both ways are timed, interleaved, on made-up tensors, once a machine and shape.
+"""Whether a rewrite pays: both ways are timed, interleaved, on made-up tensors, once a machine and shape. For other
+sizes of a graph of known structure, the judgement at the nearest ones counts (`known_ratios.py`).
 
 Where nothing may run (an estimate), what was measured before counts; else a rule read off such measurements: products
 with few rows gain from every rewrite, those with many from none.
@@ -22,6 +23,7 @@ from encore.graph import Graph
 from encore.measurements import machine_cache
 from encore.rewrite.additive_scores import AdditiveScores
 from encore.rewrite.dot_attention import DotAttention
+from encore.rewrite.known_ratios import KnownRatios
 from encore.rewrite.matmuls import Product
 from encore.rewrite.queries import device_of
 
@@ -85,8 +87,10 @@ class ConvolutionShape:
 class Judge:
     """Compares products as they are with products as a pass would have them."""
 
-    def __init__(self, *, run: bool, exact: bool = False) -> None:
+    def __init__(self, *, run: bool, exact: bool = False, known: KnownRatios | None = None) -> None:
         self.run = run and not profiler_is_running()
+        self.known = known
+        """What was judged for other sizes."""
         self.exact = exact
         """Whether results must equal those of eager bit for bit."""
         self.cache = machine_cache()
@@ -192,12 +196,17 @@ class Judge:
     def _known_ratio(
         self, key: str, sides: Callable[[], Sides], *, footprint: int, device: str = "cpu"
     ) -> float | None:
-        """Time of the second side over that of the first: from before, or measured now; None where nothing may run, or
-        where there is no memory for operands and results of `footprint` bytes."""
-        ratio = self.cache.get(key)
+        """Time of the second side over that of the first: from before, also at other sizes, or measured now; None where
+        nothing may run, or where there is no memory for operands and results of `footprint` bytes."""
+        ratio = found = self.cache.get(key)
+        if ratio is None and self.known is not None:
+            ratio = self.known.near(key)
         if ratio is None and self.run and has_room(footprint, device):
             ratio = _ratio(*sides())
+        if ratio is not None and found is None:  # also of other sizes: another process must judge alike
             self.cache.put(key, ratio)
+        if ratio is not None and self.known is not None:
+            self.known.note(key, ratio)
         return ratio
 
 
@@ -249,7 +258,7 @@ class ComparedJudge(Judge):
     """A judge, with a record of whether another one would have decided alike."""
 
     def __init__(self, judge: Judge, other: Judge) -> None:
-        self.run, self.exact, self.cache = judge.run, judge.exact, judge.cache
+        self.run, self.exact, self.cache, self.known = judge.run, judge.exact, judge.cache, judge.known
         self.alike = True
         for verdict in VERDICTS:
             setattr(self, verdict, functools.partial(self._ask, getattr(judge, verdict), getattr(other, verdict)))

@@ -103,20 +103,24 @@ def rewrite(
     for name, attempts in PASSES.items():
         if name in skip or (judge.exact and name not in EXACT):
             continue
-        for attempt in _legal(name, attempts(graph, judge)):
+        for attempt in _legal(name, graph, attempts(graph, judge)):
             if attempt is not graph and peak(attempt) <= (peak(graph) if name in ORDERS else limit):
                 graph = attempt
                 applied.append(name)
                 break
     judge.cache.save()
+    if judge.known is not None:
+        judge.known.finish()
     return Rewritten(graph, tuple(applied))
 
 
-def _legal(name: str, attempts: Iterator[Graph]) -> Iterator[Graph]:
-    """What a pass made, verified before anything else reads it. The step runs without a pass whose graph is illegal."""
+def _legal(name: str, graph: Graph, attempts: Iterator[Graph]) -> Iterator[Graph]:
+    """What a pass made of a graph, verified before anything else reads it. The step runs without a pass whose graph is
+    illegal."""
     try:
         for attempt in attempts:
-            verify_graph(attempt)
+            if attempt is not graph:
+                verify_graph(attempt)
             yield attempt
     except IllegalGraphError as error:
         if checks_enabled():

@@ -11,6 +11,7 @@ from encore.capture.torch_private.autograd_node import (
     at_end_of_backward,
     backward_number,
     chain_of,
+    in_backward,
     keeps_graph,
     running_node,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "graph_in_place_of",
     "guard_hooks",
     "has_ranks",
+    "in_backward",
     "is_forced_eager",
     "is_plain_fake",
     "is_transformed",

@@ -130,6 +130,11 @@ def backward_number() -> int:
     return torch._C._current_graph_task_id()
 
 
+def in_backward() -> bool:
+    """Return whether autograd runs a backward in this thread."""
+    return backward_number() != -1
+
+
 def _someone_waits(args: Sequence[Any]) -> bool:
     """Return whether hooks, or the reducer of DistributedDataParallel, take gradients as soon as they are there."""
     parallel = torch.nn.parallel.DistributedDataParallel._active_ddp_module
