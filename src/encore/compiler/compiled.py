@@ -75,8 +75,8 @@ class CompiledCall:
         layers = torch_private.captured_layers(wanted=self.session.step.is_wanted)
         state = _generator_state() if self._may_start_again() else b""
         try:
-            hooks = self.session.plain_saves.hooks(args, kwargs)
-            with torch_private.whole_graphs(), torch_private.messages_after_graphs(), layers, packing, hooks:
+            hooks, shapes = self.session.plain_saves.hooks(args, kwargs), torch_private.recurrent_shapes()
+            with torch_private.whole_graphs(), shapes, torch_private.messages_after_graphs(), layers, packing, hooks:
                 result = self._planned(*args, **kwargs)
         except ShorterSequencesError:
             torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

@@ -43,6 +43,7 @@ from encore.capture.torch_private.joint_graph import (
     takes_apart_tensors,
     unchecked_last,
 )
+from encore.capture.torch_private.layer_shapes import recurrent_shapes
 from encore.capture.torch_private.layers import captured_layers
 from encore.capture.torch_private.messages import messages_after_graphs
 from encore.capture.torch_private.process import first_value, has_ranks
@@ -108,6 +109,7 @@ __all__ = [
     "plain_partition",
     "primals",
     "real_tensors",
+    "recurrent_shapes",
     "replaced_readers",
     "returned_outputs",
     "running_node",
