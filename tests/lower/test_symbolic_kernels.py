@@ -346,7 +346,7 @@ def random_group(steps: Sequence[str], b: int, t: int) -> Kernel:
 
 
 @given(
-    groups=st.lists(st.lists(st.sampled_from(ROWS), min_size=1, max_size=5), min_size=5, max_size=5),
+    groups=st.lists(st.lists(st.sampled_from(ROWS), min_size=1, max_size=5), min_size=4, max_size=4),
     sizes=st.lists(st.tuples(st.integers(3, 12), st.integers(3, 12)), min_size=4, max_size=4, unique=True),
 )
 @settings(max_examples=2, **QUICKLY)
@@ -588,7 +588,7 @@ def test_later_lengths_of_a_step_compile_nothing_and_keep_its_prediction(
     torch.manual_seed(0)
     eager = Tagger()
     planned = encore.compile(copy.deepcopy(eager), lowering="fused", overhead=0.0, skip=("block_attention",))
-    for count, length in enumerate((6, 7, 11, 9)):
+    for count, length in enumerate((6, 7, 11)):
         fresh.clear()
         x = torch.randn(3, length, 6)
         step = functools.partial(_step, planned, x)
