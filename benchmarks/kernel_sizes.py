@@ -110,13 +110,12 @@ def _of_group(name: str, later: tuple[int, ...], rounds: int) -> Iterator[BoundK
             binding = time.perf_counter() - began
             with tempfile.TemporaryDirectory() as other:
                 fixed = KernelStore(Path(other)).compile([kernel])
-            first, second = (_timed(made.compiled[kernel.key].call, kernel) for made in (fixed, symbolic))
+            operands = [torch.empty_strided(one.shape, one.stride).normal_() for one in kernel.operands]
+            first, second = (_timed(made.compiled[kernel.key].call, operands) for made in (fixed, symbolic))
             yield BoundKernel(name, length, symbolic.fresh, binding, paired_times(first, second, rounds))
 
 
-def _timed(call: Callable[[list[Any]], Any], kernel: Kernel) -> Callable[[], float]:
-    operands = [torch.empty_strided(one.shape, one.stride).normal_() for one in kernel.operands]
-
+def _timed(call: Callable[[list[Any]], Any], operands: list[Tensor]) -> Callable[[], float]:
     def seconds(times: int) -> float:
         given = [[*operands] for _ in range(times)]
         began = time.perf_counter()
@@ -124,8 +123,7 @@ def _timed(call: Callable[[list[Any]], Any], kernel: Kernel) -> Callable[[], flo
             call(one)
         return (time.perf_counter() - began) / times
 
-    seconds(3)
-    times = max(1, int(SECONDS / seconds(3)))
+    times = max(1, int(SECONDS / min(seconds(3) for _ in range(5))))
     return lambda: seconds(times)
 
 

@@ -99,6 +99,7 @@ class KernelStore:
         """Load these kernels from memory or disk, and compile those that are in neither."""
         wanted = {kernel.key: kernel for kernel in kernels}
         with self._lock:
+            self._structures.begin()
             compiled = self._found(wanted.values())
             missing = [kernel for key, kernel in wanted.items() if key not in compiled]
             failed: dict[str, str] = {}
@@ -160,6 +161,8 @@ class KernelStore:
         """Remember which sizes were compiled."""
         if lowered.rules is not None:
             self._structures.add_symbolic(lowered.kernel.structure, lowered.key)
+        else:
+            self._structures.see(lowered.kernel)
         self._structures.add_sample(lowered.kernel)
 
     def _lowered(
@@ -282,10 +285,15 @@ class KernelStore:
 
     def _find(self, kernel: Kernel) -> CompiledKernel | None:
         """A kernel that was compiled for these sizes or is right for them, from memory or disk."""
-        if kernel.key in self._ready or (kernel.key not in self._bound and self._load(kernel.key)):
+        if kernel.key in self._ready:
             return self._ready[kernel.key]
-        if kernel.key not in self._bound and not self._bind(kernel):
-            return None
+        if kernel.key not in self._bound:
+            loaded = self._load(kernel.key)
+            if not loaded and not self._bind(kernel):
+                return None
+            self._structures.see(kernel)
+            if loaded:
+                return self._ready[kernel.key]
         self._bound.move_to_end(kernel.key)
         return self._bound[kernel.key]
 

@@ -1,15 +1,16 @@
 """Which sizes of a structure were compiled, and when the next ones become a kernel with symbols.
 
-The first sizes of a structure are compiled for themselves. When others come later, symbols take the place of what
-differs from the most similar sizes before; sizes for which that kernel is not right become another one, up to a few.
-Beyond these, and where a structure has failed, sizes are compiled for themselves, and the oldest are forgotten.
+The first sizes of a structure in a process are compiled for themselves: models of fixed sizes have kernels of fixed
+sizes, whatever ran on this machine before. When others come later, symbols take the place of what differs from the most
+similar sizes before; sizes for which that kernel is not right become another one, up to a few. Beyond these, and where
+a structure has failed, sizes are compiled for themselves, and the oldest are forgotten.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,27 +36,42 @@ class Structures:
         self.folder = folder
         self._known: dict[str, StructureRecord] = {}
         self._changed: set[str] = set()
+        self._seen: defaultdict[str, deque[Sizes]] = defaultdict(lambda: deque(maxlen=MOST_SAMPLES))
+        """Sizes that have come to this process before the latest `begin`."""
+        self._latest: list[Kernel] = []
+        """Those that have come since."""
         self._together: defaultdict[str, list[Sizes]] = defaultdict(list)
-        """Sizes that are being compiled for themselves, until the next `save`."""
+        """Sizes that are being compiled for themselves."""
 
     def __getitem__(self, structure: str) -> StructureRecord:
         if structure not in self._known:
             self._known[structure] = self._read(structure)
         return self._known[structure]
 
+    def begin(self) -> None:
+        """Begin a compilation: kernels that came together so far are earlier ones now."""
+        for kernel in self._latest:
+            self._seen[kernel.structure].append(kernel.sizes)
+        self._latest.clear()
+        self._together.clear()
+
+    def see(self, kernel: Kernel) -> None:
+        """Note a kernel that came to this process for the first time."""
+        self._latest.append(kernel)
+
     def samples(self, kernel: Kernel) -> list[Sizes]:
         """The sizes to which a kernel with symbols is to be fitted, its own the last; none if it is to be compiled for
         its own sizes."""
-        known, together = self[kernel.structure], self._together[kernel.structure]
+        known, seen, together = self[kernel.structure], self._seen[kernel.structure], self._together[kernel.structure]
         enough = len(known.symbolic) >= MOST_SYMBOLIC or known.failures >= MOST_FAILURES
-        if kernel.devices != {"cpu"} or enough or not (known.samples or len(together) >= AT_ONCE):
-            return []
-        earlier = [sizes for sizes in (*(sizes for _, sizes in known.samples), *together) if sizes != kernel.sizes]
-        if not earlier:
+        earlier = [sizes for sizes in (*seen, *together) if sizes != kernel.sizes]
+        if kernel.devices != {"cpu"} or enough or not earlier or not (seen or len(together) >= AT_ONCE):
             return []
         nearest = min(earlier, key=lambda sizes: _distance(sizes, kernel.sizes))
         agreed = {position for position, pair in enumerate(zip(nearest, kernel.sizes, strict=True)) if len({*pair}) < 2}
-        similar = [sizes for sizes in earlier if all(sizes[one] == kernel.sizes[one] for one in agreed)]
+        kept = [sizes for _, sizes in known.samples if len(sizes) == len(kernel.sizes) and sizes != kernel.sizes]
+        others = dict.fromkeys((*earlier, *kept))
+        similar = [sizes for sizes in others if all(sizes[one] == kernel.sizes[one] for one in agreed)]
         return [*similar, kernel.sizes]
 
     def expect(self, kernel: Kernel) -> None:
@@ -85,7 +101,6 @@ class Structures:
 
     def save(self) -> None:
         """Write what has changed, joined with what other processes have written meanwhile."""
-        self._together.clear()
         for structure in self._changed:
             record = self._known[structure] = self._bounded(_joined(self._read(structure), self._known[structure]))
             try:
