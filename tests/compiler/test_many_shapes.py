@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import encore.cost.seconds
 import encore.cost.workspace
 import encore.rewrite.judge
 from encore.api import compiled_call
+from encore.measurements import MachineCache
 from encore.plan import Planner
 from support.compare_with_eager import assert_same, run_step
 
@@ -143,6 +145,20 @@ def test_nothing_is_searched_or_measured_for_the_fourth_length(
     report = train(model, LENGTHS[3])
     assert not work.done
     assert report.planned.step_peak < report.unplanned.step_peak
+
+
+def test_a_step_that_was_to_be_measured_is_probed_if_it_compiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The profiler that would measure it forbids to probe workspaces."""
+    cache = MachineCache(tmp_path / "measurements.json", "here")
+    monkeypatch.setattr(encore.cost.workspace, "machine_cache", lambda: cache)
+    model = encore.compile(Tagger(), budget="60%", lowering="eager")
+    train(model, 24)
+    work = Work(monkeypatch)
+    report = train(model, 32)
+    assert "probe_workspace" in work.done
+    assert not any("profiler" in note for graph in report.graphs for note in graph.notes)
 
 
 @pytest.mark.measured_times

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from encore.cost import ScaledSeconds, Seconds, Workspaces, probe, rates, seconds, workspace
 from encore.cost.fitted_workspaces import FittedWorkspaces
+from encore.cost.rates import AssumedRates
 from encore.cost.roofline import op_roofline
 from encore.cost.scaled_seconds import TimedSizes, kernel_structure
 from encore.graph import Graph, Op
@@ -68,7 +69,7 @@ def test_an_operator_of_another_size_is_not_timed(monkeypatch: pytest.MonkeyPatc
     scaled = ScaledSeconds(timed)
     scaled.begin()
     assert scaled(graph, op) == timed(graph, op)
-    model = op_roofline(other, same, seconds.MODEL) / op_roofline(graph, op, seconds.MODEL)
+    model = op_roofline(other, same, AssumedRates()) / op_roofline(graph, op, AssumedRates())
     assert scaled(other, same) == pytest.approx(timed(graph, op) * model)
 
 

@@ -286,8 +286,8 @@ def carried_candidates(forms: Forms) -> Candidates | None:
         return None
     session.scaled_seconds.begin()
     patterns, planner = known.patterns, forms.first
-    codecs = planner.methods.codecs if any(one.codecs for one in patterns) else ()
-    by_data = any(not CODECS[name].exact_size for name in codecs if any(name in one.codecs for one in patterns))
+    words = {word for one in patterns for label in one.labels for word in label.split()}
+    by_data = any(not CODECS[name].exact_size for name in words.intersection(planner.methods.codecs))
     priced = forms.priced_by(session.scaled_seconds)
     planner = priced.first.informed(links=session.links, densities=_densities(captured, planner) if by_data else {})
     priced = dataclasses.replace(priced, first=planner)
