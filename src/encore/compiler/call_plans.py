@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from encore.compiler.variants import Variant
 from encore.options import Lossy
@@ -16,17 +17,41 @@ LOOKED_AT = 3
 """Of these, the smallest: their order is nearly that of their peaks."""
 
 
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """The candidates of one graph."""
+
+    candidates: Sequence[Candidate]
+    seconds: float
+    """What a call takes with everything kept."""
+    build: Callable[[Candidate], Variant]
+    """Compiles a candidate."""
+
+
 class CallPlans:
     """The candidates of one graph that no other candidate beats in saved bytes, peaks and seconds."""
 
-    def __init__(
-        self, candidates: Sequence[Candidate], kept: Plan, seconds: float, build: Callable[[Candidate], Variant]
-    ) -> None:
+    def __init__(self, kept: Plan, offers: Offers, search: Callable[[], Offers] | None = None) -> None:
+        """`search` finds other candidates, if these were carried over from other sizes."""
         self.kept = kept
         """The plan that changes nothing."""
-        self.unplanned = CallCosts.of(kept, seconds)
-        self._build = build
-        looked_at = [(CallCosts.of(one.plan, seconds * (1 + one.overhead)), one) for one in dict.fromkeys(candidates)]
+        self._search = search
+        self._take(offers)
+
+    def search(self) -> bool:
+        """Search the graph, if its plans were carried over from other sizes; return whether they were. Its plans have
+        other numbers then."""
+        search, self._search = self._search, None
+        if search is not None:
+            self._take(search())
+        return search is not None
+
+    def _take(self, offers: Offers) -> None:
+        seconds = offers.seconds
+        self.unplanned = CallCosts.of(self.kept, seconds)
+        self._build = offers.build
+        candidates = dict.fromkeys(offers.candidates)
+        looked_at = [(CallCosts.of(one.plan, seconds * (1 + one.overhead)), one) for one in candidates]
         worth: list[tuple[CallCosts, Candidate]] = []
         for cost, candidate in looked_at:
             if not any(other.dominates(cost) for other, _ in worth):

@@ -25,7 +25,7 @@ MOST_SEARCHES = 4
 """Searches of one structure whose plans are carried over."""
 RANGE = 4.0
 """How many times as large or small as in a searched graph a size may be."""
-SLOWER, SLOWER_BY = 1.25, 0.02
+SLOWER, SLOWER_BY = 1.25, 0.05
 """How many times the overhead that was reached before a carried plan may have, and how much in addition."""
 LARGER = 1.1
 """How many times the share of the peak that was reached before a carried plan may take."""

@@ -26,7 +26,7 @@ import torch
 from encore.capture import torch_private
 from encore.codecs import CODECS, Densities, Share
 from encore.compiler.bounded_codecs import BoundedCodecs
-from encore.compiler.call_plans import CallPlans, few, unbounded
+from encore.compiler.call_plans import CallPlans, Offers, few, unbounded
 from encore.compiler.captured import Captured
 from encore.compiler.forms import Forms, fused, rewrite_for_speed
 from encore.compiler.fuse import FusedPlan, kernels_of
@@ -158,12 +158,17 @@ def plan_calls(captured: Captured, clock: StageClock) -> CallPlans:
         captured.session.workspaces.save()
         captured.session.seconds.save()
     clock.lap("plan")
-    return CallPlans(
-        candidates.offers,
-        unplanned,
-        candidates.forms.first.kept_seconds,
-        functools.partial(_built, candidates, unplanned, clock),
-    )
+
+    def offers(found: Candidates) -> Offers:
+        build = functools.partial(_built, found, unplanned, clock)
+        return Offers(found.offers, found.forms.first.kept_seconds, build)
+
+    def search(carried: Carried) -> Offers:
+        with torch_private.compile_settings(), torch_private.real_tensors():
+            return offers(search_anew(carried))
+
+    carried = candidates.carried
+    return CallPlans(unplanned, offers(candidates), None if carried is None else functools.partial(search, carried))
 
 
 def _require_room_for_one_call(captured: Captured, plans: CallPlans) -> None:
@@ -174,6 +179,9 @@ def _require_room_for_one_call(captured: Captured, plans: CallPlans) -> None:
     number = plans.smallest
     floor = plans.costs[number].peak + stack_plans([plans.kept]).parameters + captured.options.resident
     if floor > budget.bytes:
+        if plans.search():
+            _require_room_for_one_call(captured, plans)
+            return
         plan, what = plans.candidates[number].plan, f"one call of {captured.name} alone"
         raise budget_error(plan, budget, budget.bytes, floor, tiers=bool(captured.options.tiers), what=what)
 
@@ -278,8 +286,8 @@ def carried_candidates(forms: Forms) -> Candidates | None:
         return None
     session.scaled_seconds.begin()
     patterns, planner = known.patterns, forms.first
-    codecs = planner.methods.codecs if any(one.codecs for one in patterns) else ()
-    by_data = any(not CODECS[name].exact_size for name in codecs if any(name in one.codecs for one in patterns))
+    words = {word for one in patterns for label in one.labels for word in label.split()}
+    by_data = any(not CODECS[name].exact_size for name in words.intersection(planner.methods.codecs))
     priced = forms.priced_by(session.scaled_seconds)
     planner = priced.first.informed(links=session.links, densities=_densities(captured, planner) if by_data else {})
     priced = dataclasses.replace(priced, first=planner)

@@ -225,6 +225,8 @@ class StepPlanner:
         if planned is None:
             return
         limit = planned.limit(budget, self._largest())
+        if limit is not None and planned.floor + planned.resident > limit:
+            planned.search()
         if limit is not None and not planned.fits_without_plain(limit):
             planned.require_room(budget, limit, returned=False)
         program = planned.program(planned.chosen(limit), limit)
@@ -424,6 +426,8 @@ class StepPlanner:
             found = SharedBudget(around, [plans[call.runner].costs for call in calls])
             program.floor = found.floor
             shared = None if program.limit is None else found.within(program.limit - program.resident)
+            if shared is None and program.limit is not None and any(one.search() for one in plans.values()):
+                continue
             if shared is None and program.limit is not None and program.rounds > 1:
                 least = [plans[call.runner].costs for call in calls]
                 fits = SharedBudget([Around(0, 0)] * len(calls), least).floor + program.resident <= program.limit

@@ -181,6 +181,14 @@ class StepPlans:
         the `largest` one that is known."""
         return None if budget.is_floor else budget.resolve(max(self.resident + self.unplanned, largest))
 
+    def search(self) -> bool:
+        """Search the graphs whose plans were carried over from other sizes; return whether there were any."""
+        found = [plans.search() for plans in self.plans.values()]
+        if any(found):
+            self.__dict__.pop("front", None)
+            self._saved = functools.cache(self._saved_by)
+        return any(found)
+
     def within(self, limit: int | None) -> SharedChoice:
         """The fastest choice within so many bytes; the one of the lowest peak if there is none, or for None."""
         fitting = (one for one in self.front if limit is not None and one.step_peak + self.resident <= limit)
@@ -224,6 +232,9 @@ class StepPlans:
         peaks = [one.step_peak if returned else self.peak(one.plans, returned=False) for one in self.front]
         floor = self.resident + min(peaks)
         if floor <= limit:
+            return
+        if self.search():
+            self.require_room(budget, limit, returned=returned)
             return
         lowest = self.front[peaks.index(min(peaks))]
         largest = max(range(len(self.calls)), key=lambda place: self._costs(lowest)[place].backward_peak)

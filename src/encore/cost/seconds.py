@@ -45,8 +45,6 @@ SETTLING = 2.0
 LEAST_SHARE = 0.005
 """Share of a step from which on an operator is timed again."""
 ROUNDS = 2
-MODEL = AssumedRates()
-"""By which seconds are scaled from one size to another."""
 
 
 class Seconds:
@@ -56,6 +54,8 @@ class Seconds:
         self.run = run
         self._cache = machine_cache()
         self._rates = Rates(run=run)
+        self._model = AssumedRates()
+        """By which seconds are scaled from one size to another."""
         self._known: dict[str, float] = {}
         self._guessed: dict[str, float] = {}
         self.sizes = KnownSizes()
@@ -93,13 +93,13 @@ class Seconds:
         key = _operator(graph, op, over)
         if self._recall(key) is not None or not may_scale(key):
             return None
-        return self.sizes.at(call_structure(graph, op, over), op_roofline(graph, op, MODEL))
+        return self.sizes.at(call_structure(graph, op, over), op_roofline(graph, op, self._model))
 
     def scaled_kernel(self, graph: Graph, action: Fused) -> float | None:
         """Seconds of a kernel that was not timed, from kernels of the same structure; None if there are none."""
         if not self.run or self._recall(_kernel(action.kernel.key)) is not None:
             return None
-        return self.sizes.at(kernel_structure(action.kernel.text), kernel_roofline(graph, action, MODEL))
+        return self.sizes.at(kernel_structure(action.kernel.text), kernel_roofline(graph, action, self._model))
 
     def learn(self, kernel: Kernel, seconds: float) -> None:
         """Record the measured seconds of a compiled kernel."""
@@ -142,7 +142,7 @@ class Seconds:
         known = self._recall(_kernel(key))
         if known is not None:
             if not self.sizes.is_noted(key):
-                model = kernel_roofline(graph, action, MODEL)
+                model = kernel_roofline(graph, action, self._model)
                 self.sizes.note(key, kernel_structure(action.kernel.text), model, known)
             return known
         if key not in self._guessed:
@@ -190,7 +190,7 @@ class Seconds:
     def _note(self, key: str, graph: Graph, op: Op, over: int | None) -> None:
         """Note the size of a call whose seconds are known."""
         if self.run and (key in self._fresh or not self.sizes.is_noted(key)):
-            structure, model = call_structure(graph, op, over), op_roofline(graph, op, MODEL)
+            structure, model = call_structure(graph, op, over), op_roofline(graph, op, self._model)
             self.sizes.note(key, structure, model, self._known[key])
 
     def _recall(self, key: str) -> float | None:

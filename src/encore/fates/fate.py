@@ -34,6 +34,8 @@ class Terms:
     """The lossy codecs that may be used, each with the name of an activation; None: all of `codecs`, for any."""
     links: Mapping[str, Link] = field(default_factory=dict)
     """The tiers that may be used."""
+    labels: Collection[str] | None = None
+    """Those of candidates that are asked for, or of those nearest to them; None: any."""
     exact: bool = True
     """Whether backward must read exactly the bits that forward made."""
 

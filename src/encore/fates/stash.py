@@ -9,6 +9,7 @@ bits may differ: the eager lowering leaves operators as they are.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -83,7 +84,8 @@ class Stash(Fate):
         recomputed rounds differently."""
         layers = [] if terms.exact else [one for one in recurrent(graph) if set(one.residue) <= set(values)]
         stashes = []
-        for every in sorted({every for one in layers for every in one.intervals(graph)}):
+        intervals = {every for one in layers for every in one.intervals(graph)}
+        for every in sorted(intervals if terms.labels is None else _nearest(intervals, terms.labels)):
             chosen = [one for one in layers if every in one.intervals(graph)]
             less = keep_less(graph, [cls(one.output, every) for one in chosen])
             for one in chosen:
@@ -136,6 +138,12 @@ class Recurrent:
         if self.forward.target not in KEEPS_STATES:
             return (lean,)
         return tuple(sorted({lean, *(every for every in EVERY if every < steps)}))
+
+
+def _nearest(intervals: Collection[int], labels: Collection[str]) -> set[int]:
+    """For every interval that a label names, the nearest of these."""
+    named = [int(label.removeprefix("stash ")) for label in labels if label.startswith("stash ")]
+    return {min(intervals, key=lambda every: abs(math.log(every / one))) for one in named} if intervals else set()
 
 
 def recurrent(graph: Graph) -> list[Recurrent]:

@@ -13,9 +13,9 @@ the arguments in `SETTINGS`; where an argument has one of the names in `SIZES`; 
 numbers are never sizes.
 
 There are two keys. Two graphs with the same `structure_key` have the same operators in the same order, and the same
-values by number. Two graphs with the same `GraphStructure.key` have the same operators for the same modules and lines, each
-any number of times: an unrolled loop has it for every number of steps. Graphs with the same `structure_key` have the
-same `GraphStructure.key`, and then a value has the same number among those of its role.
+values by number. Two graphs with the same `GraphStructure.key` have the same operators for the same modules and lines,
+each any number of times: an unrolled loop has it for every number of steps. Graphs with the same `structure_key` have
+the same `GraphStructure.key`, and then a value has the same number among those of its role.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ the first and the last.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -67,10 +68,10 @@ class PlanPattern:
             values = values_of.get(role, ())
             yield from zip(values, stretched(fates, len(values)), strict=True)
 
-    @property
-    def codecs(self) -> set[str]:
-        """The labels of its fates, the names of its codecs among them."""
-        return {label.partition(" ")[0] for fates in self.fates.values() for one in fates for _, label in one}
+    @functools.cached_property
+    def labels(self) -> frozenset[str]:
+        """The labels of its fates; the name of a codec is a word of one."""
+        return frozenset(label for fates in self.fates.values() for one in fates for _, label in one)
 
     @property
     def only_recomputes(self) -> bool:

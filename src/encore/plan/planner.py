@@ -127,10 +127,10 @@ class Planner:
         mine = [one for one in patterns if (one.lean, one.slices) == (self.kept.lean, self.kept.slices)]
         model, values_of = self._step_model(), roles_of(self.graph)
         if not all(one.only_recomputes for one in mine):
-            used = set().union(*(one.codecs for one in mine))
-            codecs = tuple(name for name in self.methods.codecs if name in used)
+            labels = set().union(*(one.labels for one in mine))
+            codecs = tuple(name for name in self.methods.codecs if any(name in label.split() for label in labels))
             methods = dataclasses.replace(self._allowed_methods, codecs=codecs)
-            model.add_candidates(self.candidates(model.open_values - self.frozen, methods))
+            model.add_candidates(self.candidates(model.open_values - self.frozen, methods, labels))
         carried = []
         for one in mine:
             chosen = model.numbers(one.recomputed(values_of), one.others(values_of, model.candidates))
@@ -191,9 +191,11 @@ class Planner:
         """By strategies."""
         return [strategy(self.graph) for strategy in STRATEGIES.values()]
 
-    def candidates(self, values: Collection[int], methods: Methods) -> list[Fate]:
-        """The fates that are worth trying for these values."""
-        known = self.densities, self.admitted, self.links, self.exact
+    def candidates(
+        self, values: Collection[int], methods: Methods, labels: Collection[str] | None = None
+    ) -> list[Fate]:
+        """The fates that are worth trying for these values; of these labels, if they are given."""
+        known = self.densities, self.admitted, self.links, labels, self.exact
         terms = Terms(self.seconds, self.workspace, methods.codecs, *known)
         found: list[Fate] = []
         for name, kind in KINDS.items():
