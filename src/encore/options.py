@@ -122,8 +122,9 @@ class Options:
     """Measure every step, and raise `BudgetExceededError` before the next one if a step took more than its budget. By
     default, the first steps and a few later ones are measured, and one warning is given."""
 
-    recompile_limit: int = 16
-    """How many shapes (or other variants) of one model are planned before the rest runs as plain eager PyTorch."""
+    recompile_limit: int | None = None
+    """How many shapes (or other variants) of one model are planned before the rest runs as plain eager PyTorch. By
+    default, every shape is planned, and the least recently used are dropped from memory."""
 
     @property
     def allowed_overhead(self) -> float:

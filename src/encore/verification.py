@@ -99,7 +99,7 @@ def _named_parameters(call: CompiledCall, owner: nn.Module | None) -> Tensors:
     """The parameters of a module; those that a function's graphs take."""
     if owner is not None:
         return dict(owner.named_parameters())
-    captured = (reference() for reference in call.session.tensors)
+    captured = (reference() for reference in call.session.tensors.values())
     distinct = {id(tensor): tensor for tensor in captured if tensor is not None}
     return {f"parameter {index}": tensor for index, tensor in enumerate(distinct.values())}
 

@@ -1,10 +1,14 @@
-"""Batches of many lengths: plans, judgements and measurements are carried over, and every promise is kept."""
+"""Many shapes of one model: each is planned, what is kept of them is bounded, and nothing outlives the model."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
-from typing import Any
+import functools
+import gc
+import linecache
+import warnings
+import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,230 +16,237 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import encore
-import encore.cost.seconds
-import encore.cost.workspace
-import encore.rewrite.judge
-from encore.api import compiled_call
-from encore.measurements import MachineCache
-from encore.plan import Planner
-from support.compare_with_eager import assert_same, run_step
-
-WORDS, CLASSES, ROWS = 60, 12, 8
-LENGTHS = (24, 48, 32, 40, 20, 44, 28, 52)
+from encore.compiler import padding, shapes
+from encore.compiler.padding import advice_for
+from encore.compiler.sizes import named_sizes, sizes_of
+from support.compare_with_eager import assert_same, run_step, session_of
 
 
 class Tagger(nn.Module):
-    """A class for every word of a sentence."""
-
-    def __init__(self, *, breaks: bool = False) -> None:
-        super().__init__()
-        self.breaks = breaks
-        self.words = nn.Embedding(WORDS, 16)
-        layers = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.LayerNorm(16)) for _ in range(4))
-        self.layers = nn.ModuleList(layers)
-        self.out = nn.Linear(16, CLASSES)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.words(x)
-        for number, layer in enumerate(self.layers):
-            h = h + layer(h)
-            if self.breaks and number == 1:
-                torch._dynamo.graph_break()
-        return F.cross_entropy(self.out(h).flatten(0, 1), y.flatten())
-
-
-class Unrolled(nn.Module):
-    """The same with a cell that is unrolled over the words."""
+    """A tag for each word."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.cell = nn.Embedding(WORDS, 16), nn.LSTMCell(16, 24)
-        self.out = nn.Linear(24, CLASSES)
+        self.embedding = nn.Embedding(11, 16)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.tags = nn.Linear(16, 5)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h, c = (torch.zeros(len(x), 24) for _ in range(2))
-        states = []
-        for step in self.words(x).unbind(1):
-            h, c = self.cell(step, (h, c))
-            states.append(torch.tanh(self.out(h)))
-        return F.cross_entropy(torch.stack(states, 1).flatten(0, 1), y.flatten())
+    def forward(self, words: Tensor, tags: Tensor) -> Tensor:
+        x = self.embedding(words)
+        x = x + self.down(torch.sigmoid(self.up(x)).square())
+        return F.cross_entropy(self.tags(x).flatten(0, 1), tags.flatten())
 
 
-def batch(length: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    return torch.randint(WORDS, (rows, length)), torch.randint(CLASSES, (rows, length))
+class Broken(nn.Module):
+    """Three graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x).tanh()
+        torch._dynamo.graph_break()
+        x = self.layers[1](x).tanh()
+        torch._dynamo.graph_break()
+        return self.layers[2](x).square().sum()
 
 
-def train(model: nn.Module, length: int) -> encore.Report:
-    """A step, and the report of it."""
-    step(model, batch(length))
-    return encore.report(model)
+def sentences(length: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(11, (3, length)), torch.randint(5, (3, length))
 
 
-def step(model: nn.Module, args: tuple[Tensor, Tensor]) -> None:
-    model.zero_grad(set_to_none=True)
-    model(*args).backward()
+def generated() -> set[str]:
+    """The functions that Encore has generated and that are alive, by the names of their sources."""
+    for _ in range(3):  # a model, what was compiled for it, what that kept
+        gc.collect()
+    return {name for name in linecache.cache if name.startswith("<encore graph")}
 
 
-def measured_peak(model: nn.Module, length: int) -> int:
-    """The peak of another step of this length."""
-    args = batch(length)
-    model.zero_grad(set_to_none=True)
-    return encore.measure(lambda: step(model, args)).step_peak
+def step(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
+    model(*batch).backward()
+    model.zero_grad()
 
 
-def total(report: encore.Report) -> int:
-    return report.resident + report.planned.step_peak
+# -- no limit ---------------------------------------------------------------------------------------------------------
 
 
-class Work:
-    """Counts what carried plans spare."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.done: list[str] = []
-        for owner, name in (
-            (Planner, "_searches"),
-            (encore.cost.seconds, "op_seconds"),
-            (encore.cost.workspace, "probe_workspace"),
-            (encore.rewrite.judge, "_ratio"),
-        ):
-            patch.setattr(owner, name, self._counted(name, getattr(owner, name)))
-
-    def _counted(self, name: str, function: Any) -> Any:
-        def counted(*args: Any, **options: Any) -> Any:
-            self.done.append(name)
-            return function(*args, **options)
-
-        return counted
-
-
-LOWERINGS = [{"lowering": "eager"}, {"lowering": "fused", "skip": ("fuse",)}]
-"""The second has the passes of the fused lowering, and no kernels to compile."""
+@pytest.mark.parametrize("count", [8, pytest.param(40, marks=pytest.mark.slow)])
+def test_shapes_are_planned_within_the_budget_with_eager_gradients(count: int) -> None:
+    torch.manual_seed(0)
+    plain = Tagger()
+    largest = encore.estimate(plain, *sentences(70))
+    unplanned = largest.resident + largest.unplanned.step_peak
+    budget = (largest.floor + unplanned) // 2
+    assert largest.floor < budget < unplanned
+    planned = encore.compile(copy.deepcopy(plain), lowering="eager", budget=budget)
+    for length in range(71 - count, 71):
+        batch = sentences(length)
+        assert_same(run_step(planned, batch), run_step(plain, batch), "eager")
+        measured = encore.measure(functools.partial(step, planned, batch))
+        report = encore.report(planned)
+        assert measured.step_peak <= report.planned.step_peak
+        assert report.resident + measured.step_peak <= budget
+    session = session_of(planned)
+    assert (len(session.graphs), session.forwards_run) == (count, 2 * count)
 
 
-@pytest.mark.parametrize("options", LOWERINGS, ids=["eager", "fused"])
-def test_a_budget_is_kept_for_every_length(options: dict[str, Any]) -> None:
-    model = encore.compile(Tagger(), budget="60%", **options)
-    largest = 0
-    for length in LENGTHS:
-        report = train(model, length)
-        largest = max(largest, report.resident + report.unplanned.step_peak)
-        assert total(report) <= 0.6 * largest
-        measured = measured_peak(model, length)
-        assert measured <= report.planned.step_peak <= 1.01 * measured
+def test_numbers_that_no_graph_reads_do_not_make_another_shape() -> None:
+    @encore.compile(lowering="eager")
+    def step(x: Tensor, number: int, names: list[str]) -> Tensor:
+        return (x * x).sum()
+
+    for number in range(3):
+        step(torch.ones(3, requires_grad=True), number, ["a"] * number)
+    assert len(session_of(step).graphs) == 1
 
 
-def test_gradients_of_carried_plans_are_those_of_eager() -> None:
-    twin = Tagger()
-    model = encore.compile(copy.deepcopy(twin), budget="50%", lowering="eager")
-    for length in (24, 40, 32):
-        args = batch(length)
-        assert_same(run_step(model, args), run_step(twin, args), "eager")
+# -- bounded memory ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [*LOWERINGS, {}], ids=["eager", "fused", "kernels"])
-def test_nothing_is_searched_or_measured_for_the_fourth_length(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = encore.compile(Tagger(), budget="50%", **options)
-    work = Work(monkeypatch)
-    for length in LENGTHS[:3]:
-        train(model, length)
-    assert "_searches" in work.done
-    work.done.clear()
-    report = train(model, LENGTHS[3])
-    assert not work.done
-    assert report.planned.step_peak < report.unplanned.step_peak
+@pytest.mark.parametrize("kind", [Tagger, Broken])
+def test_the_least_recently_used_shapes_are_dropped(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = 1 if kind is Tagger else 3
+    monkeypatch.setattr(shapes, "MOST_GRAPHS", 2 * parts)
+    torch.manual_seed(0)
+    plain = kind()
+    planned = encore.compile(copy.deepcopy(plain), lowering="eager", budget="1GiB" if kind is Broken else None)
+    before = generated()
+    session = session_of(planned)
+
+    def run(length: int) -> None:
+        batch = sentences(length) if kind is Tagger else (torch.randn(length, 4),)
+        assert_same(run_step(planned, batch), run_step(plain, batch), "eager")
+
+    captured = []
+    for length in (2, 3, 2, 4, 2, 3):
+        run(length)
+        captured.append(session.captured_so_far // parts)
+    assert captured == [1, 2, 2, 3, 3, 4]
+    assert len(session.graphs) == 2 * parts
+    assert encore.report(planned).graphs
+    kept = len(generated() - before)
+    for length in (5, 6):
+        run(length)
+    assert len(generated() - before) == kept
 
 
-def test_a_step_that_was_to_be_measured_is_probed_if_it_compiles(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The profiler that would measure it forbids to probe workspaces."""
-    cache = MachineCache(tmp_path / "measurements.json", "here")
-    monkeypatch.setattr(encore.cost.workspace, "machine_cache", lambda: cache)
-    model = encore.compile(Tagger(), budget="60%", lowering="eager")
-    train(model, 24)
-    work = Work(monkeypatch)
-    report = train(model, 32)
-    assert "probe_workspace" in work.done
-    assert not any("profiler" in note for graph in report.graphs for note in graph.notes)
+def test_backward_of_a_shape_that_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "MOST_GRAPHS", 2)
+    torch.manual_seed(0)
+    plain = Tagger()
+    planned = encore.compile(copy.deepcopy(plain), lowering="eager")
+    batches = [sentences(length) for length in range(3, 7)]
+    losses = [planned(*batch) for batch in batches]
+    assert len(session_of(planned).graphs) == 2
+    for loss in losses:
+        loss.backward()
+    for batch in batches:
+        plain(*batch).backward()
+    have, want = ([parameter.grad for parameter in model.parameters()] for model in (planned, plain))
+    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True) if a is not None and b is not None)
 
 
-@pytest.mark.measured_times
-def test_nothing_is_timed_for_another_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = encore.compile(Tagger(), budget="50%")
-    train(model, 192)
-    work = Work(monkeypatch)
-    train(model, 160)
-    assert not {"op_seconds", "_ratio", "_searches"}.intersection(work.done)
+def test_a_graph_for_each_value_of_a_counter_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(nn.Linear):
+        steps = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return super().forward(x) * self.steps
+
+    monkeypatch.setattr(shapes, "MOST_GRAPHS", 2)
+    plain = Counting(3, 3)
+    planned = encore.compile(copy.deepcopy(plain), lowering="eager")
+    for _ in range(5):
+        x = torch.randn(2, 3)
+        assert_same(run_step(planned, (x,)), run_step(plain, (x,)), "eager")
+        assert len(session_of(planned).graphs) <= 2
 
 
-@pytest.mark.parametrize("options", LOWERINGS, ids=["eager", "fused"])
-def test_a_loop_of_another_length_is_not_searched(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = encore.compile(Unrolled(), budget="80%", **options)
-    train(model, 18)
-    work = Work(monkeypatch)
-    for length in (14, 16):
-        report = train(model, length)
-        assert report.budget is not None
-        assert total(report) <= report.budget
-        measured = measured_peak(model, length)
-        assert measured <= report.planned.step_peak <= 1.01 * measured
-    assert "_searches" not in work.done
+@pytest.mark.parametrize("kind", [Tagger, Broken])
+def test_a_model_that_is_deleted_takes_its_graphs_along(kind: type[nn.Module]) -> None:
+    before = generated()
+    planned = encore.compile(kind(), lowering="eager")
+    for length in (3, 4):
+        planned(*(sentences(length) if kind is Tagger else (torch.randn(length, 4),))).backward()
+    session = weakref.ref(session_of(planned))
+    assert generated() > before
+    del planned
+    assert generated() == before
+    assert session() is None
 
 
-def test_plans_that_do_not_fit_lead_to_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = encore.compile(Tagger(), budget="50%", lowering="eager")
-    train(model, 24)
-    work = Work(monkeypatch)
-    monkeypatch.setattr(Planner, "carried_plans", lambda planner, patterns: [planner.as_it_is()])
-    report = train(model, 32)
-    assert work.done.count("_searches") == 1
-    assert report.budget is not None
-    assert total(report) <= report.budget
+def test_a_function_that_is_deleted_takes_its_graphs_along() -> None:
+    before = generated()
+    x = torch.randn(4, requires_grad=True)
+    planned = encore.compile(_squared, lowering="eager")
+    planned(x).backward()
+    planned(x[:2]).backward()
+    session = weakref.ref(session_of(planned))
+    del planned
+    assert generated() == before
+    assert session() is None
 
 
-def test_no_budget_is_rejected_before_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = encore.compile(Tagger(), budget=total(train(encore.compile(Tagger(), budget="60%"), 32)), lowering="eager")
-    train(model, 32)
-    work = Work(monkeypatch)
-    with pytest.raises(encore.BudgetError):
-        train(model, 120)
-    assert "_searches" in work.done
+def _squared(x: Tensor) -> Tensor:
+    return x.square().sum()
 
 
-def test_sizes_out_of_range_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = encore.compile(Tagger(), overhead=0.2, lowering="eager")
-    train(model, 8)
-    work = Work(monkeypatch)
-    train(model, 30)
-    assert "_searches" not in work.done
-    train(model, 40)
-    assert "_searches" in work.done
+# -- shapes that never repeat -----------------------------------------------------------------------------------------
 
 
-def test_calls_of_a_step_take_carried_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    twin = Tagger(breaks=True)
-    model = encore.compile(copy.deepcopy(twin), budget="70%", lowering="eager")
-    train(model, 24)
-    work = Work(monkeypatch)
-    args = batch(32)
-    assert_same(run_step(model, args), run_step(twin, args), "eager")
-    report = encore.report(model)
-    assert "_searches" not in work.done
-    assert report.budget is not None
-    assert total(report) <= report.budget
-    monkeypatch.setattr(Planner, "carried_plans", lambda planner, patterns: [planner.as_it_is()])
-    model.zero_grad(set_to_none=True)
-    report = train(model, 48)
-    assert "_searches" in work.done
-    assert report.budget is not None
-    assert total(report) <= report.budget
+def test_shapes_that_never_repeat_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding, "WINDOW", 6)
+    monkeypatch.setattr(padding, "FEW_SIZES", 4)
+    planned = encore.compile(Tagger(), lowering="eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in range(11, 25):
+            planned(*sentences(length)).backward()
+    (warning,) = [entry for entry in caught if "encore" in str(entry.message)]
+    assert warning.category is UserWarning
+    assert warning.filename == __file__
+    for part in ("Tagger", "dimension 1 of words has 6 sizes from 11 to 16", "multiple of 8, which leaves 1"):
+        assert part in str(warning.message)
 
 
-def test_few_structures_are_remembered() -> None:
-    model = encore.compile(Tagger(), budget="60%", lowering="eager")
-    for length in LENGTHS[:3]:
-        train(model, length)
-    structures = compiled_call(model).session.structures
-    assert len(structures._known) == 1
+def test_shapes_that_repeat_are_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding, "WINDOW", 5)
+    planned = encore.compile(Tagger(), lowering="eager")
+    for _ in range(3):  # warnings are errors
+        for length in range(3, 7):
+            planned(*sentences(length)).backward()
+
+
+def test_advice_names_what_varies() -> None:
+    recent = [((8, length), (length,), dict) for length in range(3, 300, 3)]
+    advice = advice_for(["ids", "batch['mask']", "batch"], recent)
+    assert advice == (
+        "dimension 1 of ids has 99 sizes from 3 to 297; pad it to a multiple of 32, which leaves 10; "
+        "dimension 0 of batch['mask'] has 99 sizes from 3 to 297; pad it to a multiple of 32, which leaves 10"
+    )
+    assert "TORCH_LOGS=recompiles" in advice_for(["ids"], [((8, 3),)] * 20)
+    mixed = [((1,) * (count % 2 + 1),) for count in range(3)] + [((count,),) for count in range(20)]
+    assert advice_for(["ids"], mixed) == "ids has 21 shapes; pad it to a few of them"
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: list[Tensor]
+
+
+def test_sizes_of_nested_arguments() -> None:
+    def function(x: Tensor, pair: Pair, *more: Tensor, **batch: Tensor) -> None: ...
+
+    def arguments(length: int, number: int = 0) -> tuple[tuple[object, ...], dict[str, object]]:
+        pair = Pair(torch.zeros(2), [torch.zeros(length), torch.zeros(1)])
+        return (torch.zeros(3), pair, torch.zeros(4), number), {"mask": {"a": torch.zeros(5, length)}}
+
+    assert sizes_of(*arguments(3)) == sizes_of(*arguments(3, number=5))
+    assert sizes_of(*arguments(3)) != sizes_of(*arguments(4))
+    named = dict(zip(named_sizes(function, *arguments(7)), sizes_of(*arguments(7)), strict=True))
+    assert {name: size for name, size in named.items() if isinstance(size, tuple) and name} == {
+        "x": (3,), "pair.first": (2,), "pair.second[0]": (7,), "pair.second[1]": (1,), "more 0": (4,),
+        "mask['a']": (5, 7),
+    }  # fmt: skip

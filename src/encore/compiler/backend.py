@@ -30,7 +30,7 @@ from encore.compiler.notes import capture_notes
 from encore.compiler.pipeline import compile_captured, plan_calls
 from encore.compiler.session import CapturedGraph, PlainGraph, Session
 from encore.compiler.stage_clock import StageClock, collector_paused
-from encore.compiler.variants import GraphRunner, Variant
+from encore.compiler.variants import GraphRunner, Variant, next_number
 from encore.errors import EncoreError, IllegalGraphError, OptionError
 from encore.graph import Graph, Primal, UnsupportedGraphError, build_graph
 from encore.options import Options, make_options
@@ -114,7 +114,7 @@ class GraphCompilation:
         self.module = module
         self.inputs = inputs
         self.notes = capture_notes(module, torch_private.traced_code())
-        self.name = f"graph {len(session.graphs) + len(session.plain)}"
+        self.name = f"graph {session.captured_so_far + len(session.plain)}"
         self.runner: GraphRunner | RecordedGraph | None = None
         self.repeats: Repeats | None = None
         self.lifted: list[Any] = []
@@ -187,7 +187,7 @@ class GraphCompilation:
 
     def plan(self, joint: fx.GraphModule, num_outputs: int, graph: Graph) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan the joint graph with these facts."""
-        self.number = len(self.session.graphs)
+        self.number = self.session.captured_so_far
         tangents = Tangents(joint, num_outputs)
         rehearsed = self.session.step.rehearsed
         self.recorded = None if rehearsed is None or not self.shares else rehearsed.taken_over(graph, tangents)
@@ -198,7 +198,8 @@ class GraphCompilation:
             first.captured.name = self.name
         else:
             first = self._first_plan(joint, tangents, graph)
-        self.session.graphs.append(first.captured)
+        runner_number = next_number() if self.recorded is None else self.recorded.number
+        self.number = self.session.add(first.captured, runner_number)
         self.runner = GraphRunner(
             self.session,
             tangents,
@@ -206,7 +207,7 @@ class GraphCompilation:
             functools.partial(self._plan_later, tangents),
             functools.partial(self.plan_calls, tangents),
             is_whole=not self.shares,
-            number=None if self.recorded is None else self.recorded.number,
+            number=runner_number,
         )
         schedule = first.captured.plan.schedule
         return torch_private.shell(joint, num_outputs, [schedule.graph.values[value] for value in schedule.saved])
@@ -271,7 +272,7 @@ class GraphCompilation:
             calls = 1 if self.shares and session.step.is_wanted else 0
             captured = self._captured(joint, graph, used, primals, before, options, calls)
             variant = compile_captured(captured, self.clock)
-        session.graphs[self.number] = variant.captured
+        session.replan(self.number, variant.captured)
         return variant
 
     def plan_calls(self, tangents: Tangents, used: Used, count: int) -> CallPlans:

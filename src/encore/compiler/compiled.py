@@ -15,6 +15,7 @@ from encore.capture import torch_private
 from encore.capture.packing import packed_arguments, traced_packing
 from encore.compiler.backend import GraphCompilation, GraphCompiler
 from encore.compiler.session import Session
+from encore.compiler.shapes import CompiledShapes
 from encore.graph.torch_private import pytree
 from encore.rnn.packed_rows import as_tensors
 from encore.rnn.packing import ShorterSequencesError
@@ -33,20 +34,13 @@ class CompiledCall:
         functools.update_wrapper(self, plain, updated=())
         self.plain = plain
         self.session = session
-        self._compilation = compilation
         session.codes |= torch_private.outermost_codes(plain)
-        self._planned = self._compile()
+        self._planned = CompiledShapes(plain, session, GraphCompiler(session, compilation))
         self._pads_whole = True
         """Whether every batch so far was padded no further than to its longest sequence."""
         self._has_run = False
         self._warned_it_ran_plain = False
         self._inside_another = False
-
-    def _compile(self) -> Callable[..., Any]:
-        """Return Dynamo's callable. A new backend has no graphs yet, so every graph is planned again."""
-        session = self.session
-        backend = GraphCompiler(session, self._compilation)
-        return torch_private.dynamo_compile(self.plain, backend, session.options.recompile_limit)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # `is_compiling` alone is true in all threads while one of them traces.
@@ -61,7 +55,7 @@ class CompiledCall:
             return self.plain(*args, **kwargs)
         if self.session.plan_again:
             self.session.plan_again = False
-            self._planned = self._compile()
+            self._planned.clear()
         forwards_before = self.session.forwards_run
         with self.session.planned_call(self.plain, args, kwargs):
             result = self._run(args, kwargs)
@@ -77,14 +71,14 @@ class CompiledCall:
         try:
             hooks, shapes = self.session.plain_saves.hooks(args, kwargs), torch_private.recurrent_shapes()
             with torch_private.whole_graphs(), shapes, torch_private.messages_after_graphs(), layers, packing, hooks:
-                result = self._planned(*args, **kwargs)
+                result = self._planned(args, kwargs)
         except ShorterSequencesError:
             torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         else:
             self._has_run = True
             return as_tensors(result) if self.session.packs else result
         self._pads_whole = False
-        self._planned = self._compile()
+        self._planned.clear()
         self.session.begin_call()
         return self._run(args, kwargs)
 
@@ -129,7 +123,7 @@ class CompiledCall:
         if not any(tensor.requires_grad for tensor in tensors):
             return
         limit = self.session.options.recompile_limit
-        if len(self.session.graphs) >= limit:
+        if limit is not None and len(self.session.graphs) >= limit:
             why = (
                 f"has been planned for {limit} variants (shapes, modes), its limit; others run as plain eager PyTorch. "
                 "Pad inputs to fewer shapes, or raise recompile_limit="

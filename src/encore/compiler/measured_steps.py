@@ -159,6 +159,6 @@ def _compiled(session: Session) -> tuple[Hashable, ...]:
 
 def _old_gradients(session: Session) -> Iterable[torch.Tensor]:
     """Gradients of the step before, which the running step may free."""
-    alive = (reference() for reference in session.tensors)
+    alive = (reference() for reference in session.tensors.values())
     gradients = [tensor.grad for tensor in alive if tensor is not None and tensor.grad is not None]
     return [gradient for gradient in gradients if gradient.layout is torch.strided]

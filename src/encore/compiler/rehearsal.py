@@ -34,7 +34,7 @@ log = logging.getLogger("encore")
 
 def rehearsed_step(session: Session, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlans | None:
     """Return the plans of a step that begins with this call; None if it cannot be rehearsed."""
-    names = len(session.graphs) + len(session.plain)
+    names = session.captured_so_far + len(session.plain)
     recording = Recording(session.name, session.options, is_estimate=False, first_name=names)
     try:
         with _without_effects():

@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -137,9 +137,16 @@ class Session:
         """Those of graphs whose plans are carried over from other sizes."""
         self.structures = KnownStructures()
         """What was decided for the structures of its graphs."""
-        self.graphs: list[CapturedGraph] = []
+        self._graphs: dict[int, CapturedGraph] = {}
+        """By number, in the order in which they were captured."""
+        self.captured_so_far = 0
+        """How many graphs have been captured, those that were dropped since included."""
+        self._runners: dict[int, int] = {}
+        """The numbers by which programs know the graphs."""
+        self._filed: list[int] = []  # where the numbers of graphs go that are captured now
         self.plain: list[PlainGraph] = []
-        self.tensors: list[weakref.ref[torch.Tensor]] = []
+        self.tensors: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Parameters of the graphs, by `id`."""
         self.forwards_run = 0
         self.waiting_since: float | None = None
         """When the user's code, or Dynamo tracing it, took over: what comes next was waited for since then."""
@@ -175,6 +182,39 @@ class Session:
         self.codes: frozenset[CodeType] = frozenset()
         """The code of the model, by which a graph of all of it is known."""
         sessions.add(self)
+
+    @property
+    def graphs(self) -> list[CapturedGraph]:
+        """The graphs that are kept, each with its latest plan."""
+        return list(self._graphs.values())
+
+    def add(self, graph: CapturedGraph, runner: int) -> int:
+        """Add a graph that was captured, and the number of its runner; return the number of the graph."""
+        number = self.captured_so_far
+        self.captured_so_far += 1
+        self._graphs[number], self._runners[number] = graph, runner
+        self._filed.append(number)
+        return number
+
+    def replan(self, number: int, graph: CapturedGraph) -> None:
+        """Note another plan of a graph, if it has not been dropped."""
+        if number in self._graphs:
+            self._graphs[number] = graph
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Drop graphs, and the plans of steps that call them."""
+        for number in numbers:
+            self._graphs.pop(number, None)
+        self.step.forget({self._runners.pop(number) for number in numbers if number in self._runners})
+
+    @contextlib.contextmanager
+    def filing_graphs(self, numbers: list[int]) -> Iterator[None]:
+        """Add the numbers of graphs that are captured inside to a list."""
+        before, self._filed = self._filed, numbers
+        try:
+            yield
+        finally:
+            self._filed = before
 
     @property
     def runs(self) -> bool:
@@ -295,7 +335,7 @@ class Session:
         """This session; through `torch.compile`, those of all shapes: graphs with the same parameters and options."""
         if not self.one_graph:
             return [self]
-        parameters = {id(reference()) for reference in self.tensors} - {id(None)}
+        parameters = {number for number, reference in self.tensors.items() if reference() is not None}
         alike = (session for session in sessions if session.one_graph and session.options == self.options)
         return [session for session in alike if session.owns_any(parameters)]
 
@@ -319,11 +359,12 @@ class Session:
             self.checking = False
 
     def remember_tensors(self, inputs: Any) -> None:
-        self.tensors += [weakref.ref(tensor) for tensor in inputs if isinstance(tensor, torch.nn.Parameter)]
+        for tensor in inputs:
+            if isinstance(tensor, torch.nn.Parameter):
+                self.tensors[id(tensor)] = weakref.ref(tensor)
 
     def owns_any(self, parameters: set[int]) -> bool:
-        alive = (reference() for reference in self.tensors)
-        return any(id(tensor) in parameters for tensor in alive if tensor is not None)
+        return any(number in parameters and reference() is not None for number, reference in self.tensors.items())
 
     @property
     def last_step(self) -> list[CapturedGraph]:

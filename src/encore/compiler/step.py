@@ -31,7 +31,7 @@ import dataclasses
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -372,6 +372,19 @@ class StepPlanner:
         if len(self.programs) > MOST_PROGRAMS:
             oldest = self.programs.pop(next(iter(self.programs)))
             self._followers = {key: one for key, one in self._followers.items() if one is not oldest}
+
+    def forget(self, numbers: Set[int]) -> None:
+        """Drop the programs that call graphs with these numbers."""
+        dropped = [program for calls, program in self.programs.items() if not numbers.isdisjoint(calls)]
+        for program in dropped:
+            del self.programs[program.calls]
+        if dropped:
+            self._followers.clear()
+            for program in self.programs.values():
+                if program.variants:
+                    self._follow(program)
+        if self.rehearsed is not None and not numbers.isdisjoint(self.rehearsed.numbers):
+            self.rehearsed = None
 
     def _measure(
         self,

@@ -79,7 +79,7 @@ class GraphRunner:
         plan_calls: PlanCalls,
         *,
         is_whole: bool,
-        number: int | None = None,
+        number: int,
     ) -> None:
         self.session = session
         self.tangents = tangents
@@ -87,7 +87,7 @@ class GraphRunner:
         self.variants = {first.used: first}
         self._plan = plan
         self._plan_calls = functools.cache(plan_calls)
-        self.number = next_number() if number is None else number
+        self.number = number
         self.is_whole = is_whole
         """Whether one call of the graph is one call of the model."""
         self._picked: Variant | None = None

@@ -6,7 +6,9 @@ import contextlib
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from types import CodeType
 from typing import Any
 
@@ -16,10 +18,10 @@ import torch._dynamo.callback
 import torch._dynamo.external_utils
 import torch._dynamo.trace_rules
 from torch import fx
-from torch._dynamo import eval_frame
+from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import ShortenTraceback, TorchRuntimeError
-from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper, GuardBuilder
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._guards import TracingContext, compile_context, tracing
 from torch.utils._python_dispatch import _disable_current_modes
@@ -76,14 +78,57 @@ def break_reason(module: fx.GraphModule) -> tuple[str, str] | None:
     return ("; ".join(reasons[:2]) or "unknown", line)
 
 
-def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], limit: int) -> Callable[..., Any]:
-    """`torch.compile` with one graph a shape, and a limit of its own on their number."""
+NO_LIMIT = sys.maxsize
+
+
+def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], limit: int | None) -> Callable[..., Any]:
+    """`torch.compile` with one graph a shape, in a region of Dynamo's cache of its own, and a limit of its own on their
+    number, if any."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, torch.nn.Module) and torch._dynamo.trace_rules.check(owner.forward):
         # The forward of a class of PyTorch's own (nn.Sequential, nn.LSTM): Dynamo skips such frames unless inlined.
         function = torch._dynamo.external_utils.wrap_inline(function)
     compile_: Callable[..., Any] = torch.compile  # its type stubs miss the last two arguments
-    return compile_(function, backend=backend, dynamic=False, recompile_limit=limit, isolate_recompiles=True)
+    limit = NO_LIMIT if limit is None else limit
+    planned = compile_(function, backend=backend, dynamic=False, recompile_limit=limit, isolate_recompiles=True)
+    for key, known in list(eval_frame.cached_backends.items()):  # kept for `torch._dynamo.reset`, for good
+        if getattr(known, "compiler_fn", None) is backend:
+            del eval_frame.cached_backends[key]
+    return planned
+
+
+def region_of(planned: Callable[..., Any]) -> int:
+    """The number of the region of Dynamo's cache that has the graphs of a callable from `dynamo_compile`."""
+    context: Any = getattr(planned, "dynamo_ctx", planned)
+    number: int = context._isolate_recompiles_id
+    return number
+
+
+def drop_regions(regions: Collection[int]) -> None:
+    """Drop all graphs in these regions of Dynamo's cache, of whatever code they are."""
+    metrics = dynamo_utils.get_metrics_context()
+    if not metrics.in_progress():  # it keeps a traceback of every compilation, whose frames keep what they ran
+        metrics._edits.clear()
+    codes = [code for reference in list(convert_frame.input_codes.seen) if (code := reference()) is not None]
+    dropped = set()
+    for code in codes if regions else ():
+        for region in regions:
+            for entry in eval_frame._get_cache_entries_for_region(code, region):
+                manager = entry.guard_manager
+                if manager.extra_state is not None:
+                    dropped.add(id(manager))
+                    manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("its shape was dropped"))
+    _forget_finalizers(dropped)
+
+
+def _forget_finalizers(dropped: Collection[int]) -> None:
+    """Remove what would invalidate dropped guards, by `id`, at the end of the objects that they look at: it keeps them
+    alive as long as the model."""
+    registry: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
+    for finalizer, entry in list(registry.items()) if dropped else ():
+        owner = getattr(getattr(entry.func, "func", None), "__self__", None)
+        if isinstance(owner, CheckFunctionManager) and id(owner.guard_manager) in dropped:
+            finalizer.detach()
 
 
 def outermost_codes(function: Callable[..., Any]) -> frozenset[CodeType]:
@@ -117,8 +162,11 @@ def outside_compilation() -> Iterator[None]:
 
 def whole_graphs() -> Any:
     """Set Dynamo, for this thread alone, to trace `nn.LSTM`, `nn.GRU` and `nn.RNN` instead of breaking the graph there,
-    not to cut the graph into DDP's buckets, since a plan covers the whole model, and to guard on hooks of modules."""
-    return torch._dynamo.config.patch(allow_rnn=True, optimize_ddp=False, skip_nnmodule_hook_guards=False)
+    not to cut the graph into DDP's buckets, since a plan covers the whole model, to guard on hooks of modules, and to
+    have no limit over the graphs of all callables together."""
+    return torch._dynamo.config.patch(
+        allow_rnn=True, optimize_ddp=False, skip_nnmodule_hook_guards=False, accumulated_recompile_limit=NO_LIMIT
+    )
 
 
 HOOKS_OF_ALL_MODULES = re.compile(r"\b_global_(forward|backward)(_pre)?_hooks\b\W*$")
