@@ -40,7 +40,7 @@ SETTINGS = frozenset({
 SIZES = frozenset({"size", "sizes", "strides", "shape"})
 """Arguments that are sizes whatever their type."""
 STEPS = frozenset({"keep"})
-"""Arguments that may be as many as all steps of a sequence."""
+"""Arguments that may be as many as all steps of a sequence; any number of steps where these are not counted."""
 COUNTERS = frozenset({"index", "start", "end"})
 """Arguments that count the steps of an unrolled loop."""
 NUMBERS = ("Scalar", "Tensor")
@@ -106,7 +106,7 @@ def op_structure(graph: Graph, op: Op, *, counted: bool = True) -> str:
             return SIZE
         if isinstance(argument, bool) or not isinstance(argument, int | float) or argument < 2:
             return repr(argument)
-        is_size = name in SIZES or (kind == "SymInt" and name not in SETTINGS)
+        is_size = name in SIZES or (kind == "SymInt" and name not in SETTINGS) or (not counted and name in STEPS)
         may_be = kind in NUMBERS or name in STEPS
         return SIZE if is_size or (may_be and argument in multiples()) else repr(argument)
 

@@ -3,13 +3,14 @@
 A role is what a value is made by: a module without its numbers, a line, an operator, and a layout without sizes. The
 values of a role are in the order in which forward makes them. In a graph of the same structure a role has as many, so
 each gets the fate of its number. An unrolled loop of another length has more of them, or fewer: where all shared a
-fate, or every second one had it, the same holds again; otherwise the fates of the first and of the last ones go to
-the first and the last.
+fate, or every second one had it, but for the first and the last, the same holds again; otherwise runs of equal fates
+grow or shrink in proportion.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from encore.graph import Graph
 from encore.graph.structure import place_of_module, value_structure
 from encore.plan.candidate import Candidate
 from encore.plan.methods import Methods
+
+ALTERNATING = 4
+"""Values from which on every second one is a pattern."""
 
 Role = tuple[str, str, str, int, str]
 Fates = tuple[tuple[str, str], ...]
@@ -83,9 +87,30 @@ def stretched(fates: Sequence[Fates], count: int) -> list[Fates]:
     known = len(fates)
     if known == count:
         return [*fates]
-    if all(one == other for one, other in zip(fates, fates[2:], strict=False)):  # all of them, or every second one
-        return [fates[number % min(2, known)] for number in range(count)]
-    return [fates[number * known // count] for number in range(count)]
+    for edge in (0, 1):  # the first and the last step of a loop may be special
+        core = fates[edge : known - edge]
+        if core and count >= 2 * edge and _is_even(core):
+            middle = [core[number % min(2, len(core))] for number in range(count - 2 * edge)]
+            return [*fates[:edge], *middle, *fates[known - edge :]]
+    return _by_runs(fates, count)
+
+
+def _is_even(fates: Sequence[Fates]) -> bool:
+    """Return whether all share a fate, or every second one does."""
+    return len(set(fates)) == 1 or (len(fates) >= ALTERNATING and fates[2:] == fates[:-2])
+
+
+def _by_runs(fates: Sequence[Fates], count: int) -> list[Fates]:
+    """Runs of equal fates, in proportion; none vanishes as long as there are enough values."""
+    runs = [(one, len(list(group))) for one, group in itertools.groupby(fates)]
+    found: list[Fates] = []
+    passed = 0
+    for number, (one, length) in enumerate(runs, 1):
+        passed += length
+        end = max(len(found) + 1, round(passed * count / len(fates)))
+        end = min(end, count - (len(runs) - number)) if count >= len(runs) else min(end, count)
+        found += [one] * (end - len(found))
+    return found
 
 
 def roles_of(graph: Graph) -> dict[Role, list[int]]:
