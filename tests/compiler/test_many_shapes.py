@@ -193,6 +193,63 @@ def _squared(x: Tensor) -> Tensor:
     return x.square().sum()
 
 
+# -- the largest batch ------------------------------------------------------------------------------------------------
+
+
+def test_a_largest_batch_that_cannot_fit_is_an_error_before_anything_runs() -> None:
+    model = Tagger()
+    found = encore.estimate(model, *sentences(300))
+    with pytest.raises(encore.BudgetError, match=r"the largest batch of Tagger .*cannot be met") as raised:
+        encore.compile(model, budget=found.floor - 1, largest=sentences(300))
+    assert raised.value.floor == found.floor
+    assert model._compiled_call_impl is None
+    encore.compile(model, budget=found.floor - 1)(*sentences(3)).backward()
+
+
+@pytest.mark.parametrize("kind", ["module", "function", "graphs"])
+def test_percentages_are_of_the_largest_batch(kind: str) -> None:
+    model = Broken() if kind == "graphs" else Tagger()
+
+    def batch(length: int) -> tuple[Tensor, ...]:
+        return (torch.randn(length, 4),) if kind == "graphs" else sentences(length)
+
+    longest = tuple(tensor.to("meta") for tensor in batch(200))
+    unplanned = encore.estimate(model, *longest).taken_unplanned
+    function = model if kind != "function" else lambda words, tags: model(words, tags)
+    planned = encore.compile(function, lowering="eager", budget="110%", largest=longest)
+    planned(*batch(20)).backward()
+    assert encore.report(planned).budget == int(1.1 * unplanned)
+
+
+def test_an_estimate_with_a_largest_batch() -> None:
+    model = Tagger()
+    alone, long = (encore.estimate(model, *sentences(length)) for length in (20, 200))
+    both = encore.estimate(model, *sentences(20), largest=dict(zip(("words", "tags"), sentences(200), strict=True)))
+    assert both.largest is not None
+    assert both.largest.floor == long.floor > alone.floor == both.floor
+    assert alone.fits(long.floor - 1)
+    assert not both.fits(long.floor - 1)
+    assert both.fits(long.floor)
+    assert not alone.fits("30%")
+    assert both.plan("80%").budget == int(0.8 * long.taken_unplanned)
+    more = both.beside(resident=1 << 20)
+    assert more.largest is not None
+    assert more.largest.floor == long.floor + (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"largest": sentences(3)}, "give a budget"),
+        ({"largest": 3, "budget": "1GiB"}, "largest= is a int; give a tensor"),
+        ({"largest": (torch.zeros(3), 4), "budget": "1GiB"}, "cannot be called with these arguments"),
+    ],
+)
+def test_a_largest_batch_that_is_none(options: dict[str, object], message: str) -> None:
+    with pytest.raises(encore.OptionError, match=message):
+        encore.compile(Tagger(), **options)
+
+
 # -- shapes that never repeat -----------------------------------------------------------------------------------------
 
 
