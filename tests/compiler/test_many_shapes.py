@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import encore
+from encore.capture import torch_private
 from encore.compiler import padding, shapes
 from encore.compiler.padding import advice_for
 from encore.compiler.sizes import named_sizes, sizes_of
@@ -145,6 +146,19 @@ def test_backward_of_a_shape_that_was_dropped(monkeypatch: pytest.MonkeyPatch) -
         plain(*batch).backward()
     have, want = ([parameter.grad for parameter in model.parameters()] for model in (planned, plain))
     assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True) if a is not None and b is not None)
+
+
+def test_fake_results_of_a_compiled_graph_are_dropped() -> None:
+    """Those of erased nodes, too, whose names the graph keeps."""
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    read, unread = (graph.call_function(torch.relu, (given,)) for _ in range(2))
+    graph.output(read)
+    for node in (given, read, unread):
+        node.meta["example_value"] = torch.ones(3)
+    graph.erase_node(unread)
+    torch_private.drop_results(fx.GraphModule({}, graph))
+    assert ["example_value" in node.meta for node in (given, read, unread)] == [True, False, False]
 
 
 def test_a_graph_for_each_value_of_a_counter_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

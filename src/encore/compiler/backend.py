@@ -143,6 +143,7 @@ class GraphCompilation:
         finally:  # PyTorch keeps the callbacks, and thereby this object, which must not keep parameters alive
             self.inputs = ()
             self.repeats = None
+            torch_private.drop_results(self.module)
             self.module = fx.GraphModule({}, fx.Graph())
 
     def _traced(self) -> Callable[..., Any]:

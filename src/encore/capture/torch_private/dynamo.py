@@ -52,6 +52,15 @@ def _pin(size: Any) -> None:
         float(size)
 
 
+def drop_results(module: fx.GraphModule) -> None:
+    """Drop the fake results of a graph that has been compiled: PyTorch keeps the module, and with each result the
+    autograd graph of Dynamo's own run, which grows with the length of a recurrent layer."""
+    erased = [one for one in module.graph._graph_namespace._obj_to_name if isinstance(one, fx.Node)]
+    for node in (*module.graph.nodes, *erased):
+        if node.op != "placeholder":
+            node.meta.pop("example_value", None)
+
+
 def traced_code() -> list[CodeType]:
     """The code of every function that Dynamo has traced for the graph that the backend is called with."""
     return TracingContext.get_traced_code() or []
