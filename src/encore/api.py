@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -19,9 +21,12 @@ from encore.compiler.recording import Recording
 from encore.compiler.summary import report_of
 from encore.compiler.twin import fake_twin
 from encore.devices import DeviceProfile, find_profile
-from encore.errors import NeverRunError, OptionError
-from encore.options import Options, make_options
+from encore.errors import BudgetError, NeverRunError, OptionError
+from encore.options import Budget, Options, arguments_of, make_options
 from encore.report.report import Report
+from encore.units import bytes_text
+
+log = logging.getLogger("encore")
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
@@ -42,19 +47,46 @@ def compile(model: Model | None = None, **options: Any) -> Any:
     "stash"); `lossy` allows lossy codecs within a bound on the relative gradient error (True: 0.01), or by name without
     one, and `lossy_check` measures that error every so many steps, too; `tiers` names where activations may be
     offloaded to ("disk"); `optimizer` or `resident` add bytes that stay allocated during the step; `strict=True` raises
-    `BudgetExceededError` after a step that took more than its budget, where a warning is the default; `lowering`,
+    `BudgetExceededError` after a step that took more than its budget, where a warning is the default; `largest`, an
+    example of the largest batch (a tensor, a tuple of arguments or a dict; tensors may be on the meta device), raises
+    `BudgetError` at once if that batch cannot fit, and makes percentages those of its step; `lowering`,
     `skip`, `recompile_limit`: see `encore.options.Options`.
     """
     checked = make_options(options)
+    largest = options.get("largest")
     if model is None:
         return lambda later: compile(later, **options)
     if not callable(model):
         raise OptionError(f"encore.compile takes a module or a function, not {type(model).__name__}")
     if not isinstance(model, nn.Module):
+        checked = _for_largest(model, checked, largest)
         return CompiledCall(model, Session(getattr(model, "__qualname__", repr(model)), checked))
     _require_trainable(model)
+    checked = _for_largest(model, checked, largest)
     _compile_module(model, Session(type(model).__name__, checked))
     return model
+
+
+def _for_largest(model: Callable[..., Any], options: Options, batch: Any) -> Options:
+    """The options with a percentage as budget in bytes, for the largest batch, which is estimated; raises `BudgetError`
+    if no plan of it is within the budget."""
+    budget = options.budget
+    if batch is None or budget is None:
+        return options
+    args, kwargs = arguments_of(batch, "largest= is a")
+    found = estimate_with(dataclasses.replace(options, budget=None), model, args, kwargs)
+    if budget.share is not None:
+        budget = Budget(bytes=budget.resolve(found.taken_unplanned))
+    try:
+        planned = found.plan(budget)
+    except BudgetError as error:
+        message = f"the largest batch of {_name(model)} (largest=): {error.message}"
+        raise BudgetError(message, floor=error.floor, pins=error.pins, remedies=error.remedies) from None
+    log.info(
+        "the largest batch of %s takes %s unplanned and %s planned",
+        _name(model), bytes_text(found.taken_unplanned), bytes_text(planned.resident + planned.planned.step_peak),
+    )  # fmt: skip
+    return dataclasses.replace(options, budget=budget)
 
 
 def _compile_module(model: nn.Module, session: Session) -> None:
@@ -152,6 +184,7 @@ def estimate(
     *args: Any,
     device: str | DeviceProfile | None = None,
     optimizer: Any = None,
+    largest: Any = None,
     **kwargs: Any,
 ) -> Estimate | DeviceEstimate:
     """Estimate the memory and seconds of a training step. Nothing runs and nothing is allocated.
@@ -163,10 +196,18 @@ def estimate(
     With `device="RTX3060"` or another name in `encore.devices.PROFILES`, the answer is what a training loop of plain
     PyTorch reserves on that GPU, which need not be here, and whether it fits; `optimizer`, a class, a name or an
     instance, is part of it.
+
+    With `largest`, an example of the largest batch as in `encore.compile`, that batch is estimated, too
+    (`Estimate.largest`): percentages are of its step, and a budget fits if both batches fit it.
     """
     if device is None:
         found = estimate_with(make_options({}), model, args, kwargs)
+        if largest is not None:
+            other = estimate_with(make_options({}), model, *arguments_of(largest, "largest= is a"))
+            found = dataclasses.replace(found, largest=other)
         return found if optimizer is None else found.beside(optimizer=optimizer)
+    if largest is not None:
+        raise OptionError("largest= and device= exclude each other; call encore.estimate(model, *largest, device=...)")
     profile, plain = find_profile(device), _plain(model)
     step = run_device_step(plain, args, kwargs, profile, optimizer)
     return DeviceEstimate(_name(plain), profile, step, lambda: estimate_with(make_options({}), plain, args, kwargs))

@@ -8,16 +8,14 @@ do where doubling and bisection alone would take fifteen.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-from torch import Tensor
 
 from encore.api import estimate_with
 from encore.compiler.estimate import Estimate
 from encore.errors import OptionError
-from encore.options import make_options, parse_budget
+from encore.options import arguments_of, make_options, parse_budget
 from encore.units import bytes_text
 
 MOST = 1 << 20
@@ -76,7 +74,7 @@ def largest_batch(
 
     def floor(size: int) -> int:
         if size not in made:
-            made[size] = estimate_with(checked, model, *_arguments(make_batch(size)))
+            made[size] = estimate_with(checked, model, *arguments_of(make_batch(size), "make_batch returned"))
             floors[size] = made[size].floor
         return floors[size]
 
@@ -94,16 +92,6 @@ def largest_batch(
         tried=tuple(sorted(made)),
         estimate=found,
     )
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Tensor):
-        return (batch,), {}
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    if isinstance(batch, tuple | list):
-        return tuple(batch), {}
-    raise OptionError(f"make_batch returned {type(batch).__name__}; return a tensor, a tuple of arguments, or a dict")
 
 
 def largest_within(limit: float, total: Callable[[int], float], most: int = MOST) -> int:

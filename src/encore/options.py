@@ -132,8 +132,9 @@ class Options:
 
 
 def make_options(given: Mapping[str, Any]) -> Options:
-    """Check what the user gave and fill in the rest. `optimizer=` becomes `resident` bytes."""
-    known = {field.name for field in dataclasses.fields(Options)} | {"optimizer"}
+    """Check what the user gave and fill in the rest. `optimizer=` becomes `resident` bytes; what `largest=` is, the
+    caller takes from it (`arguments_of`)."""
+    known = {field.name for field in dataclasses.fields(Options)} | {"optimizer", "largest"}
     unknown = set(given) - known
     if unknown:
         raise OptionError(f"unknown option {listed(unknown)}; encore.compile accepts {listed(known)}")
@@ -141,6 +142,8 @@ def make_options(given: Mapping[str, Any]) -> Options:
     optimizer = chosen.pop("optimizer", None)
     if "budget" in chosen and "overhead" in chosen:
         raise OptionError("budget= and overhead= exclude each other; give one of them")
+    if chosen.pop("largest", None) is not None and "budget" not in chosen:
+        raise OptionError("largest= is the batch that budget= must suffice for; give a budget")
     if "budget" in chosen:
         chosen["budget"] = parse_budget(chosen["budget"])
     _check_number(chosen, "overhead", float, 0, "a fraction of at least 0, such as 0.05")
@@ -173,6 +176,19 @@ def make_options(given: Mapping[str, Any]) -> Options:
     if optimizer is not None:
         chosen["resident"] = chosen.get("resident", 0) + optimizer_bytes(optimizer)
     return Options(**chosen)
+
+
+def arguments_of(batch: Any, given_by: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with: a batch is a tensor, a tuple of arguments, or a dict of keyword arguments."""
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    raise OptionError(f"{given_by} {type(batch).__name__}; give a tensor, a tuple of arguments, or a dict")
 
 
 def _passes(names: Any) -> tuple[str, ...]:

@@ -55,6 +55,8 @@ def compile_graph(
         checked = make_options({**(options or {}), **unknown})
         if checked.strict:
             raise OptionError("strict=True measures whole steps, which torch.compile does not show; use encore.compile")
+        if "largest" in {**(options or {}), **unknown}:
+            raise OptionError("largest= is a batch of a model, which torch.compile does not show; use encore.compile")
         session = Session("torch.compile", checked, one_graph=True)
     return GraphCompiler(session)(module, inputs)
 
@@ -141,6 +143,7 @@ class GraphCompilation:
         finally:  # PyTorch keeps the callbacks, and thereby this object, which must not keep parameters alive
             self.inputs = ()
             self.repeats = None
+            torch_private.drop_results(self.module)
             self.module = fx.GraphModule({}, fx.Graph())
 
     def _traced(self) -> Callable[..., Any]:

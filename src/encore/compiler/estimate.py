@@ -31,6 +31,8 @@ class Estimate:
     options: Options
     step: StepPlans | None = None
     """All calls of another step."""
+    largest: Estimate | None = None
+    """The estimate of the largest batch, if one was given."""
 
     @classmethod
     def of(cls, recording: Recording) -> Estimate:
@@ -52,7 +54,8 @@ class Estimate:
             report = report_of(self.report.name, self.captured, options)
         else:
             report = _report_of(self.report.name, step, options)
-        return Estimate(dataclasses.replace(report, plain=self.report.plain), self.captured, options, step)
+        largest = None if self.largest is None else self.largest.beside(resident=counted)
+        return Estimate(dataclasses.replace(report, plain=self.report.plain), self.captured, options, step, largest)
 
     @property
     def resident(self) -> int:
@@ -61,6 +64,18 @@ class Estimate:
     @property
     def unplanned(self) -> Prediction:
         return self.report.unplanned
+
+    @property
+    def taken_unplanned(self) -> int:
+        """What the step takes with everything kept, resident bytes included."""
+        return self.resident + self.unplanned.step_peak
+
+    def _asked(self, budget: int | float | str | Budget) -> Budget:
+        """The budget; if there is a largest batch, a percentage is one of its step."""
+        wanted = parse_budget(budget)
+        if self.largest is None or wanted.share is None:
+            return wanted
+        return Budget(bytes=wanted.resolve(max(self.taken_unplanned, self.largest.taken_unplanned)))
 
     @property
     def floor(self) -> int:
@@ -84,19 +99,22 @@ class Estimate:
         return tuple(found)
 
     def fits(self, budget: int | float | str | Budget) -> bool:
-        """Return whether there is a plan within the budget."""
+        """Return whether there is a plan within the budget, for the largest batch as well, if there is one."""
+        wanted = self._asked(budget)
+        if self.largest is not None and not self.largest.fits(wanted):
+            return False
         if self.step is not None:
-            limit = self.step.limit(parse_budget(budget))
+            limit = self.step.limit(wanted)
             return limit is None or self.floor <= limit
         try:
-            self._pick(dataclasses.replace(self.options, budget=parse_budget(budget), overhead=None))
+            self._pick(dataclasses.replace(self.options, budget=wanted, overhead=None))
         except BudgetError:
             return False
         return True
 
     def plan(self, budget: int | float | str | Budget) -> Report:
         """The report of the plan this budget would get; raises `BudgetError` where there is none."""
-        wanted = parse_budget(budget)
+        wanted = self._asked(budget)
         options = dataclasses.replace(self.options, budget=wanted, overhead=None)
         if self.step is not None:
             report = _report_of(self.report.name, self.step, options)

@@ -75,7 +75,7 @@ class PlannedTraining:
     @property
     def forms(self) -> int:
         """How many graphs, shapes and modes have been planned."""
-        return 0 if self._model is None else len(compiled_call(self._model).session.graphs)
+        return 0 if self._model is None else compiled_call(self._model).session.captured_so_far
 
     def _stop_meter(self) -> int | None:
         running, self._meter = self._meter, None

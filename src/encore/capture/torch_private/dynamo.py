@@ -52,6 +52,15 @@ def _pin(size: Any) -> None:
         float(size)
 
 
+def drop_results(module: fx.GraphModule) -> None:
+    """Drop the fake results of a graph that has been compiled: PyTorch keeps the module, and with each result the
+    autograd graph of Dynamo's own run, which grows with the length of a recurrent layer."""
+    erased = [one for one in module.graph._graph_namespace._obj_to_name if isinstance(one, fx.Node)]
+    for node in (*module.graph.nodes, *erased):
+        if node.op != "placeholder":
+            node.meta.pop("example_value", None)
+
+
 def traced_code() -> list[CodeType]:
     """The code of every function that Dynamo has traced for the graph that the backend is called with."""
     return TracingContext.get_traced_code() or []
@@ -125,7 +134,8 @@ def _forget_finalizers(dropped: Collection[int]) -> None:
     """Remove what would invalidate dropped guards, by `id`, at the end of the objects that they look at: it keeps them
     alive as long as the model."""
     registry: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
-    for finalizer, entry in list(registry.items()) if dropped else ():
+    # A copy of the whole dictionary: while a list of it is made, the collector may run and remove some.
+    for finalizer, entry in registry.copy().items() if dropped else ():
         owner = getattr(getattr(entry.func, "func", None), "__self__", None)
         if isinstance(owner, CheckFunctionManager) and id(owner.guard_manager) in dropped:
             finalizer.detach()
