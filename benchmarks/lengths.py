@@ -29,11 +29,15 @@ from encore.api import compiled_call
 from encore.compare.trainee import Trainee, interleaved_times, median_ratio, ratio_spread, relative_distance
 from encore.machine import Machine, this_machine
 from encore.terminal import progress
+from encore.units import seconds_text
 
 BATCHES, QUICK_BATCHES = 100, 8
-LOOKED_AT, QUICK_LOOKED_AT = 8, 2
+LOOKED_AT, QUICK_LOOKED_AT = 5, 2
 """Lengths whose peak, gradients and time as a single shape are measured."""
-ROUNDS = 5
+ROUNDS, SINGLE_ROUNDS = 2, 5
+"""Of steps at every length, and at those that are looked at."""
+PATIENCE = 2
+"""`torch.compile` is stopped when it has taken so many times what Encore took for all batches."""
 BUDGET = "60%"
 FAMILIAR = 3
 """New lengths after which no kernel should be compiled any more."""
@@ -126,7 +130,7 @@ def compare_lengths(
     with _empty_caches():
         encore.compile(planned.model, budget=BUDGET)
         seconds = [_step(planned, length, advance) for length in lengths]
-        compiled, compiled_seconds, why = _compiled(make(), lengths, advance)
+        compiled, compiled_seconds, why = _compiled(make(), lengths, PATIENCE * sum(seconds), advance)
         known = {"eager": eager, "Encore": planned} | ({} if compiled is None else {"torch.compile": compiled})
         again = {system: [_trainee(one, length).timed for length in distinct] for system, one in known.items()}
         rounds = {system: dict[int, float]() for system in known}
@@ -209,13 +213,18 @@ def _step(workload: LengthWorkload, length: int, advance: Callable[[str], None])
 
 
 def _compiled(
-    workload: LengthWorkload, lengths: list[int], advance: Callable[[str], None]
+    workload: LengthWorkload, lengths: list[int], patience: float, advance: Callable[[str], None]
 ) -> tuple[LengthWorkload | None, list[float] | None, str]:
     """The model by `torch.compile(dynamic=True)`, and the seconds of its steps; or why it fails."""
     torch._dynamo.config.allow_rnn = True
     workload.model.compile(dynamic=True)
+    seconds: list[float] = []
     try:
-        return workload, [_step(workload, length, advance) for length in lengths], ""
+        for length in lengths:
+            seconds.append(_step(workload, length, advance))
+            if sum(seconds) > patience:
+                return None, None, f"{seconds_text(sum(seconds))} for {len(seconds)} batches, then stopped"
+        return workload, seconds, ""
     except Exception as error:
         return None, None, f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:100]}"
     finally:
@@ -263,6 +272,6 @@ def _against_single(
     steps = {"all": _trainee(planned, length).timed, "one": _trainee(single, length).timed}
     for _ in range(4):
         steps["one"]()
-    times = interleaved_times(steps, ROUNDS)
+    times = interleaved_times(steps, SINGLE_ROUNDS)
     advance(f"length {length} alone")
     return median_ratio(times["all"], times["one"])
