@@ -15,8 +15,8 @@ usage: python -m benchmarks [-h] [--quick] [--minutes MINUTES] [--json FILE] [--
 Compare Encore with eager PyTorch and with torch.compile.
 
 positional arguments:
-  suite              spine, steps, fast, plan, echo, gist, rnn, rnn-workloads, accuracy, devices or bptt (default:
-                     echo)
+  suite              spine, steps, lengths, fast, plan, echo, gist, rnn, rnn-workloads, accuracy, devices or bptt
+                     (default: echo)
 
 options:
   -h, --help         show this help message and exit
@@ -49,7 +49,7 @@ def test_a_missing_folder_is_reported_before_it_starts(capsys: pytest.CaptureFix
 
 def test_an_unknown_suite_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ecko"]) == 1
-    assert "no suite is called 'ecko'; known suites: spine, steps, fast, plan, echo, gist" in capsys.readouterr().err
+    assert "no suite is called 'ecko'; known suites: spine, steps, lengths, fast, plan, echo" in capsys.readouterr().err
     assert main(["fast", "--plots", "."]) == 1
     assert "has no picture" in capsys.readouterr().err
 

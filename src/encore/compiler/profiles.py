@@ -94,7 +94,7 @@ def _points_around(plans: Sequence[Plan], around: Sequence[Around]) -> Iterator[
         backward = plan.timeline.moments[ends[number] :]
         # Outputs that outlive the call are observed around it.
         twice = max(moment.peak for moment in backward) - costs[number].backward_peak
-        freed = freed_gradients(plan.schedule) if around[number].frees_received else [0] * len(backward)
+        freed = freed_gradients(plan.schedule.graph, backward) if around[number].frees_received else [0] * len(backward)
         for moment, less in zip(backward, freed, strict=True):
             yield _Point(plan, moment, _feature_maps(saved[number]), around[number].backward - twice - less)
 

@@ -133,16 +133,12 @@ class Session:
         self._outside = 0
         self.workspaces = Workspaces(run=self.runs)
         self.seconds = Seconds(run=self.runs)
-        self.scaled_seconds = ScaledSeconds(self.seconds)
-        """Those of graphs whose plans are carried over from other sizes."""
-        self.structures = KnownStructures()
-        """What was decided for the structures of its graphs."""
-        self._graphs: dict[int, CapturedGraph] = {}
-        """By number, in the order in which they were captured."""
+        self.scaled_seconds = ScaledSeconds(self.seconds)  # of graphs whose plans are carried over
+        self.structures = KnownStructures()  # what was decided for the structures of its graphs
+        self._graphs: dict[int, CapturedGraph] = {}  # by number, in the order in which they were captured
         self.captured_so_far = 0
         """How many graphs have been captured, those that were dropped since included."""
-        self._runners: dict[int, int] = {}
-        """The numbers by which programs know the graphs."""
+        self._runners: dict[int, int] = {}  # the numbers by which programs know the graphs
         self._filed: list[int] = []  # where the numbers of graphs go that are captured now
         self.plain: list[PlainGraph] = []
         self.tensors: dict[int, weakref.ref[torch.Tensor]] = {}

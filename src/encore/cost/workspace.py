@@ -147,6 +147,7 @@ class Workspaces:
             return int(cached)
         fitted = self._fitted.at(structure, sizes)
         if fitted is not None:
+            self._cache.put(key, fitted)  # for estimates, which know of no other calls
             return fitted
         why = self._reason_not_to_run(graph, op)
         if not why:

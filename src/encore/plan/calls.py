@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from encore.graph import Graph
 from encore.plan.plan import Plan
-from encore.schedule import Free, Schedule
+from encore.schedule import Free
+from encore.schedule.simulator import Moment
 
 MOST_PARTIAL = 1024
 """Partial choices that are kept from call to call."""
@@ -54,7 +55,7 @@ class CallCosts:
         outlive = _own_bytes(graph, returned) if timeline.outputs_outlive else 0
         place = next(place for place, moment in enumerate(timeline.moments) if moment.phase == "between")
         backward = timeline.moments[place + 1 :]
-        freed = freed_gradients(plan.schedule)
+        freed = freed_gradients(graph, backward)
         return cls(
             saved=_own_bytes(graph, kept),
             forward_peak=max(moment.peak for moment in timeline.moments[: place + 1]),
@@ -92,16 +93,14 @@ def _received(graph: Graph) -> set[int | None]:
     return {graph.values[value].storage for value in graph.tangents} - copied
 
 
-def freed_gradients(schedule: Schedule) -> list[int]:
-    """The bytes of gradients that were given and have been used for the last time, after every action of backward and
-    at the end."""
-    graph = schedule.graph
+def freed_gradients(graph: Graph, backward: Sequence[Moment]) -> list[int]:
+    """At every moment of backward, the bytes of gradients that were given and have been used for the last time."""
     storages = _received(graph) - {graph.values[value].storage for value in graph.gradients if value is not None}
     last: dict[int | None, int] = {}
-    for number, action in enumerate(schedule.backward):
-        if isinstance(action, Free):
-            last[graph.values[action.value].storage] = number
-    freed = [0] * (len(schedule.backward) + 1)
+    for number, moment in enumerate(backward):
+        if isinstance(moment.action, Free):
+            last[graph.values[moment.action.value].storage] = number
+    freed = [0] * len(backward)
     for storage in storages & last.keys():
         freed[last[storage]] = _own_bytes(graph, {storage})
     return list(itertools.accumulate(freed))
