@@ -110,6 +110,7 @@ def test_peaks_in_windows_are_those_of_one_record(monkeypatch: pytest.MonkeyPatc
         assert found <= expected <= found + 64, "the sum of the last state is not seen"
 
 
+@pytest.mark.slow
 def test_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bptt, "QUICK_LENGTHS", (40, 80))
     monkeypatch.setattr(bptt, "WARM_UP", 10)

@@ -133,7 +133,9 @@ def test_gradients_of_carried_plans_are_those_of_eager() -> None:
         assert_same(run_step(model, args), run_step(twin, args), "eager")
 
 
-@pytest.mark.parametrize("options", [*LOWERINGS, {}], ids=["eager", "fused", "kernels"])
+@pytest.mark.parametrize(
+    "options", [LOWERINGS[0], pytest.param(LOWERINGS[1], marks=pytest.mark.slow), {}], ids=["eager", "fused", "kernels"]
+)
 def test_nothing_is_searched_or_measured_for_the_fourth_length(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,7 +105,7 @@ def test_numbers_that_no_graph_reads_do_not_make_another_shape() -> None:
 # -- bounded memory ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Tagger, Broken])
+@pytest.mark.parametrize("kind", [Tagger, pytest.param(Broken, marks=pytest.mark.slow)])
 def test_the_least_recently_used_shapes_are_dropped(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     parts = 1 if kind is Tagger else 3
     monkeypatch.setattr(shapes, "MOST_GRAPHS", 2 * parts)
@@ -178,7 +178,7 @@ def test_a_graph_for_each_value_of_a_counter_is_bounded(monkeypatch: pytest.Monk
         assert len(session_of(planned).graphs) <= 2
 
 
-@pytest.mark.parametrize("kind", [Tagger, Broken])
+@pytest.mark.parametrize("kind", [Tagger, pytest.param(Broken, marks=pytest.mark.slow)])
 def test_a_model_that_is_deleted_takes_its_graphs_along(kind: type[nn.Module]) -> None:
     before = generated()
     planned = encore.compile(kind(), lowering="eager")

@@ -58,7 +58,9 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert all(torch.equal(moments[at][name], others[at][name]) for at in moments for name in moments[at])
 
 
-@pytest.mark.parametrize("run", [DROPOUT, BATCH_NORM], ids=["dropout", "batch norm"])
+@pytest.mark.parametrize(
+    "run", [pytest.param(DROPOUT, marks=pytest.mark.slow), BATCH_NORM], ids=["dropout", "batch norm"]
+)
 def test_in_three_parts_as_in_one(run: list[str], tmp_path: Path) -> None:
     assert trained(*run, "--eager", directory=tmp_path / "whole", steps=17) == 0
     for steps in (5, 12, 17):  # the second part ends between two checkpoints
