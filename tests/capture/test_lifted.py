@@ -306,6 +306,7 @@ def test_through_torch_compile(kind: str) -> None:
     assert "recurrent" in rewrites(compiled)
 
 
+@pytest.mark.slow  # a process of its own
 def test_torch_compile_that_passes_over_the_layers_says_what_to_do() -> None:
     program = """
         import torch
@@ -333,6 +334,7 @@ def test_torch_compile_that_passes_over_the_layers_says_what_to_do() -> None:
     assert ended.stderr.count("torch._dynamo.config.allow_rnn = True before the first step") == 1
 
 
+@pytest.mark.slow
 def test_layers_that_were_passed_over_for_another_backend_are_not_warned_of() -> None:
     program = """
         import torch
