@@ -109,6 +109,7 @@ def test_numbers_that_no_graph_reads_do_not_make_another_shape() -> None:
 def test_the_least_recently_used_shapes_are_dropped(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     parts = 1 if kind is Tagger else 3
     monkeypatch.setattr(shapes, "MOST_GRAPHS", 2 * parts)
+    monkeypatch.setattr(shapes, "LEAST_SHAPES", 1)
     torch.manual_seed(0)
     plain = kind()
     planned = encore.compile(copy.deepcopy(plain), lowering="eager", budget="1GiB" if kind is Broken else None)
@@ -134,6 +135,7 @@ def test_the_least_recently_used_shapes_are_dropped(kind: type[nn.Module], monke
 
 def test_backward_of_a_shape_that_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(shapes, "LEAST_SHAPES", 1)
     torch.manual_seed(0)
     plain = Tagger()
     planned = encore.compile(copy.deepcopy(plain), lowering="eager")
@@ -170,12 +172,26 @@ def test_a_graph_for_each_value_of_a_counter_is_bounded(monkeypatch: pytest.Monk
             return super().forward(x) * self.steps
 
     monkeypatch.setattr(shapes, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(shapes, "LEAST_SHAPES", 1)
     plain = Counting(3, 3)
     planned = encore.compile(copy.deepcopy(plain), lowering="eager")
     for _ in range(5):
         x = torch.randn(2, 3)
         assert_same(run_step(planned, (x,)), run_step(plain, (x,)), "eager")
         assert len(session_of(planned).graphs) <= 2
+
+
+def test_a_model_of_many_graphs_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "MOST_GRAPHS", 1)
+    plain = Broken()
+    planned = encore.compile(copy.deepcopy(plain), lowering="eager")
+    captured = []
+    for length in (3, 4, 3, 4):
+        x = torch.randn(length, 4)
+        assert_same(run_step(planned, (x,)), run_step(plain, (x,)), "eager")
+        captured.append(session_of(planned).captured_so_far)
+    assert captured[0] > 1
+    assert captured[1] == captured[2] == captured[3]
 
 
 @pytest.mark.parametrize("kind", [Tagger, pytest.param(Broken, marks=pytest.mark.slow)])

@@ -5,9 +5,10 @@ Here a call picks a Dynamo callable by the shapes of its tensors, and Dynamo kee
 apart (`isolate_recompiles`): guards cost the same at the first shape and at the hundredth, and graphs can be
 dropped shape by shape. What else a graph depends on (attributes of modules, types, modes) is left to Dynamo's guards.
 
-`MOST_GRAPHS` bounds what is kept. A shape that was dropped is compiled again when it comes back, and backward of a
-forward that ran before still runs: autograd keeps what it needs. With `recompile_limit=`, all shapes share one
-callable, which Dynamo bounds by running further shapes as plain PyTorch.
+`MOST_GRAPHS` bounds what is kept, or, for a model of many graphs, those of `LEAST_SHAPES` shapes. A shape that was
+dropped is compiled again when it comes back, and backward of a forward that ran before still runs: autograd keeps what
+it needs. With `recompile_limit=`, all shapes share one callable, which Dynamo bounds by running further shapes as
+plain PyTorch.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ MOST_GRAPHS = 128
 """Graphs that are kept of one function, over all shapes. Each takes 2 MB (three layers) to 5 MB (two bidirectional LSTM
 layers): of PyTorch's objects, of the plan, and of the generated code."""
 
+LEAST_SHAPES = 16
+"""Shapes that are kept however many graphs each has: a model of more graphs than `MOST_GRAPHS` is not compiled again in
+every step."""
+
 
 @dataclass(slots=True, eq=False)
 class ShapeEntry:
@@ -37,6 +42,8 @@ class ShapeEntry:
     """Dynamo's callable."""
     graphs: list[int] = field(default_factory=list)
     """The numbers of its graphs in the session."""
+    of_first_call: int = 0
+    """How many of these its first call compiled."""
 
 
 class CompiledShapes:
@@ -74,7 +81,8 @@ class CompiledShapes:
         if not limited:
             compiled = len(entry.graphs) > before
             if compiled:
-                self._drop_oldest()
+                entry.of_first_call = entry.of_first_call or len(entry.graphs)
+                self._drop_oldest(max(MOST_GRAPHS, LEAST_SHAPES * entry.of_first_call))
             self._advice.note(sizes, began, compiled, args, kwargs)
         return result
 
@@ -83,10 +91,11 @@ class CompiledShapes:
         for sizes in list(self._entries):
             self._drop(sizes)
 
-    def _drop_oldest(self) -> None:
-        """Drop the least recently used shapes; the latest, too, if its own graphs are too many."""
+    def _drop_oldest(self, most: int) -> None:
+        """Drop the least recently used shapes until at most so many graphs are left; the latest, too, if its own graphs
+        are too many."""
         kept = sum(len(entry.graphs) for entry in self._entries.values())
-        while kept > MOST_GRAPHS:
+        while kept > most:
             kept -= self._drop(next(iter(self._entries)))
 
     def _drop(self, sizes: Sizes) -> int:
