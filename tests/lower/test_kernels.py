@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 import encore
-from encore.graph.values import map_refs
 from encore.lower import extension, kernel_store, kernels, torch_private
 from encore.lower.extension import CppFunction, LoweringError
 from encore.lower.kernels import Compilation, KernelStore
 from encore.schedule import Fused, fuse
-from encore.schedule.kernel import Kernel, Operand, each_result
+from encore.schedule.kernel import Kernel, Operand
 from support.captured_graphs import captured
 from support.compare_with_eager import assert_same, run_step, session_of
+from support.eager_kernels import one_by_one
 from support.kernel_caches import with_header
 from support.rounding import assert_close
 
@@ -62,15 +62,6 @@ def made_up(operand: Operand) -> Tensor:
     else:
         memory.random_(0, 2)
     return tensor
-
-
-def one_by_one(kernel: Kernel, operands: Sequence[Tensor]) -> list[Tensor]:
-    """What the kernel's operators give when PyTorch runs them."""
-    values = list(operands)
-    for call in kernel.calls:
-        args, kwargs = map_refs((call.args, dict(call.kwargs)), values.__getitem__)
-        values += each_result(call, call.target(*args, **kwargs))
-    return [values[number] for number in kernel.outputs]
 
 
 def in_kernel(made: Compilation, kernel: Kernel, operands: Sequence[Tensor]) -> list[Tensor]:

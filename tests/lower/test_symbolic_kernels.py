@@ -7,7 +7,7 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ from encore.lower.kernels import Compilation, KernelStore
 from encore.lower.records import StructureRecord
 from encore.lower.structures import AT_ONCE, MOST_SAMPLES, MOST_SYMBOLIC, Structures
 from encore.lower.symbolic import SymbolicSource, lower_symbolic
-from encore.schedule.kernel import Kernel, KernelCall, Operand, each_result
+from encore.schedule.kernel import Kernel, KernelCall, Operand
 from support.compare_with_eager import session_of
+from support.eager_kernels import one_by_one
 from support.rounding import assert_as_accurate, assert_gradients_as_accurate
 
 aten = torch.ops.aten
@@ -42,6 +43,15 @@ QUICKLY: dict[str, Any] = {
     "phases": (Phase.explicit, Phase.generate),
 }  # fmt: skip
 """Nothing is made smaller: a compiler takes too long for that."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """With several, a loop that Inductor splits among them is another kernel than one that it does not."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -154,14 +164,6 @@ def operands_of(kernel: Kernel) -> list[Tensor]:
         numbers = torch.empty_strided(operand.shape, operand.stride, dtype=operand.dtype)
         made.append(numbers.random_(0, 2) if operand.dtype == torch.bool else numbers.normal_())
     return made
-
-
-def one_by_one(kernel: Kernel, operands: Sequence[Tensor]) -> list[Tensor]:
-    values = list(operands)
-    for call in kernel.calls:
-        args, kwargs = map_refs((call.args, dict(call.kwargs)), values.__getitem__)
-        values += each_result(call, call.target(*args, **kwargs))
-    return [values[number] for number in kernel.outputs]
 
 
 def check(made: Compilation, kernel: Kernel) -> None:
