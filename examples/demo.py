@@ -39,8 +39,8 @@ from encore.compare import systems
 from encore.compare.contest import reason
 from encore.compare.trainee import Trainee, interleaved_times, median_ratio
 from encore.errors import MissingPackageError
-from encore.report.points import Point
-from encore.report.report import Report
+from encore.reports.points import Point
+from encore.reports.report import Report
 from encore.terminal import progress
 from encore.units import bytes_text, seconds_text
 from encore.whole_files import check_folder, make_folder

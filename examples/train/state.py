@@ -22,7 +22,7 @@ from benchmarks.workloads import Batch
 from encore.errors import EncoreError
 from encore.measurements import machine_key
 from encore.plan import SavedPlan
-from encore.report.report import Report
+from encore.reports.report import Report
 from encore.rewrite.judge import judgements, remember_judgements
 from examples.train.checkpoint import Checkpoint
 from examples.train.errors import CheckpointError

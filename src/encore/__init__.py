@@ -24,8 +24,8 @@ from encore.errors import (
     VerificationError,
 )
 from encore.plan import SavedPlan
-from encore.report.points import Point
-from encore.report.report import Report
+from encore.reports.points import Point
+from encore.reports.report import Report
 from encore.verification import verify
 
 __version__ = "0.1.0"

@@ -23,7 +23,7 @@ from encore.compiler.twin import fake_twin
 from encore.devices import DeviceProfile, find_profile
 from encore.errors import BudgetError, NeverRunError, OptionError
 from encore.options import Budget, Options, arguments_of, make_options
-from encore.report.report import Report
+from encore.reports.report import Report
 from encore.units import bytes_text
 
 log = logging.getLogger("encore")

@@ -21,7 +21,7 @@ from encore.api import compiled_call
 from encore.compiler import bounded_codecs
 from encore.compiler.lossy_check import LossyCheck
 from encore.plan.admission import LossyCandidate
-from encore.report.report import Report
+from encore.reports.report import Report
 
 Batch = tuple[torch.Tensor, ...]
 

@@ -29,7 +29,7 @@ from encore.compare.trainee import (
 )
 from encore.errors import BudgetError, EncoreError
 from encore.graph.torch_private import pytree
-from encore.report.report import Report
+from encore.reports.report import Report
 from encore.terminal import Advance
 
 EAGER = "eager"

@@ -11,7 +11,7 @@ from itertools import count
 from encore.compiler.operator_names import operator_name
 from encore.graph import Graph, Op
 from encore.plan import Plan
-from encore.report.allocations import Allocation
+from encore.reports.allocations import Allocation
 from encore.schedule import Change, Fused, Kind, Run, changes, residents, stretches
 from encore.schedule.simulator import Moment
 

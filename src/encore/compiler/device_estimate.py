@@ -20,7 +20,7 @@ from encore.devices import CachingAllocator, DeviceBlock, DeviceProfile
 from encore.errors import BudgetError, OptionError
 from encore.options import parse_budget
 from encore.plan import Plan, worth_having
-from encore.report.report import Report
+from encore.reports.report import Report
 from encore.schedule.simulator import changes
 from encore.units import bytes_text, seconds_text
 

@@ -15,8 +15,8 @@ from encore.compiler.summary import report_of
 from encore.errors import BudgetError
 from encore.options import Budget, Options, make_options, parse_budget
 from encore.plan import Plan, choose, stack_plans, worth_having
-from encore.report.points import Curve
-from encore.report.report import Prediction, Report
+from encore.reports.points import Curve
+from encore.reports.report import Prediction, Report
 
 LOSS_OUTSIDE = "the loss is outside of the model, and what it allocates is not in this estimate"
 

@@ -20,7 +20,7 @@ import torch
 
 from encore.cost.observation import AliveBlock, Observation, Segment
 from encore.errors import BudgetExceededError
-from encore.report.steps import MeasuredStep, PlainLine
+from encore.reports.steps import MeasuredStep, PlainLine
 from encore.units import bytes_text
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from encore.compiler.operator_names import operator_name, place_of
 from encore.plan import Plan, stack_plans
 from encore.plan.calls import Around, CallCosts, freed_gradients
-from encore.report.profile import LAYERS, OUTSIDE, Profile
+from encore.reports.profile import LAYERS, OUTSIDE, Profile
 from encore.schedule import Free, Fused, Kind, Load, Run, Schedule, Store, Wait, stretches
 from encore.schedule.simulator import Moment
 

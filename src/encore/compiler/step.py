@@ -44,7 +44,7 @@ from encore.cost.observation import Observation, Segment
 from encore.graph import Role
 from encore.plan.budget import budget_error, stack_plans
 from encore.plan.calls import Around, CallCosts, SharedBudget, SharedChoice, received_bytes
-from encore.report.steps import MeasuredStep
+from encore.reports.steps import MeasuredStep
 from encore.units import bytes_text
 
 if TYPE_CHECKING:

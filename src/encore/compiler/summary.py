@@ -13,9 +13,9 @@ from encore.compiler.step import Program
 from encore.compiler.watch import CodeWatch
 from encore.options import Options
 from encore.plan import GraphPlan, Plan, SavedPlan, stack_plans
-from encore.report.points import Curve, best
-from encore.report.report import DecisionRow, GraphRow, LossyRow, Prediction, Report
-from encore.report.steps import MeasuredStep
+from encore.reports.points import Curve, best
+from encore.reports.report import DecisionRow, GraphRow, LossyRow, Prediction, Report
+from encore.reports.steps import MeasuredStep
 from encore.schedule import Fused, Kind, Timeline
 from encore.units import bytes_text
 

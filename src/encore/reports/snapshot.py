@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from encore.report.allocations import Allocation
+from encore.reports.allocations import Allocation
 
 if TYPE_CHECKING:
-    from encore.report.report import Report
+    from encore.reports.report import Report
 
 PROTOCOL = 4
 """The viewer reads pickles itself, up to this protocol, of dictionaries, lists, strings and integers."""

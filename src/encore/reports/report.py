@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from encore.plan import SavedPlan
-from encore.report.allocations import Allocation
-from encore.report.points import Curve, Point
-from encore.report.profile import Profile
-from encore.report.steps import MeasuredStep
-from encore.report.table import render
+from encore.reports.allocations import Allocation
+from encore.reports.points import Curve, Point
+from encore.reports.profile import Profile
+from encore.reports.steps import MeasuredStep
+from encore.reports.table import render
 from encore.whole_files import write_whole
 
 FIRST_STEP = {
@@ -201,19 +201,19 @@ class Report:
     ) -> Path:
         """Write a page with memory over the step, the plans there were and every decision. It opens without a network.
         What was `measured`, and what `peers` take, are drawn next to the plans."""
-        from encore.report.page import html_page
+        from encore.reports.page import html_page
 
         return write_whole(path, html_page(self, measured=measured, peers=peers).encode())
 
     def to_png(self, path: str | os.PathLike[str]) -> Path:
         """Write a picture of memory over the step; wants matplotlib (`pip install encore-torch[plots]`)."""
-        from encore.report.picture import timeline_png
+        from encore.reports.picture import timeline_png
 
         return write_whole(path, timeline_png(self))
 
     def to_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Write the predicted step as a snapshot that PyTorch's memory viewer opens (pytorch.org/memory_viz)."""
-        from encore.report.snapshot import snapshot_bytes
+        from encore.reports.snapshot import snapshot_bytes
 
         return write_whole(path, snapshot_bytes(self))
 

@@ -15,8 +15,8 @@ from torch import nn
 import encore
 from encore.api import compiled_call
 from encore.compiler.profiles import thinned
-from encore.report.allocations import Allocation, alive_at_peak
-from encore.report.profile import LAYERS, Profile
+from encore.reports.allocations import Allocation, alive_at_peak
+from encore.reports.profile import LAYERS, Profile
 from encore.schedule import Kind
 from support.captured_graphs import train_step
 from support.example_report import tower_plan

@@ -16,7 +16,7 @@ from encore.codecs import CODECS, Share
 from encore.units import bytes_text
 
 if TYPE_CHECKING:
-    from encore.report.report import DecisionRow, GraphRow, LossyRow, Report
+    from encore.reports.report import DecisionRow, GraphRow, LossyRow, Report
 
 WIDTH = 118
 LISTED_ROWS = 40

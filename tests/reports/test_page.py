@@ -12,9 +12,9 @@ import pytest
 
 import encore
 from encore.compiler.profiles import STRETCHES
-from encore.report.page import MOST_MEMBERS, MOST_ROWS, at_peak, decision_data, html_page
-from encore.report.profile import LAYERS, Profile
-from encore.report.report import DecisionRow
+from encore.reports.page import MOST_MEMBERS, MOST_ROWS, at_peak, decision_data, html_page
+from encore.reports.profile import LAYERS, Profile
+from encore.reports.report import DecisionRow
 from support.example_report import tower_estimate, tower_plan
 
 LARGEST_PAGE = 1_500_000

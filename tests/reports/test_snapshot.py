@@ -11,8 +11,8 @@ import pytest
 from torch.cuda import _memory_viz
 
 import encore
-from encore.report.allocations import Allocation
-from encore.report.snapshot import memory_snapshot
+from encore.reports.allocations import Allocation
+from encore.reports.snapshot import memory_snapshot
 from support.example_report import tower_plan
 
 VIEWER_READS = {

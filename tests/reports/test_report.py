@@ -15,11 +15,11 @@ from torch import nn
 
 import encore
 from benchmarks.workloads import tiny
-from encore.report import table
-from encore.report.profile import Profile
-from encore.report.report import DecisionRow, GraphRow, Prediction
-from encore.report.steps import MeasuredStep, PlainLine
-from encore.report.table import LISTED_ROWS, common_path, fold
+from encore.reports import table
+from encore.reports.profile import Profile
+from encore.reports.report import DecisionRow, GraphRow, Prediction
+from encore.reports.steps import MeasuredStep, PlainLine
+from encore.reports.table import LISTED_ROWS, common_path, fold
 from encore.units import bytes_text, seconds_text
 from support.captured_graphs import train_step
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from markupsafe import Markup
 
-from encore.report.allocations import Allocation, alive_at_peak
-from encore.report.points import Point
-from encore.report.profile import LAYERS, Profile
-from encore.report.table import NUMBER, common_path, counted_graphs, fold_members, gradient_error_text
+from encore.reports.allocations import Allocation, alive_at_peak
+from encore.reports.points import Point
+from encore.reports.profile import LAYERS, Profile
+from encore.reports.table import NUMBER, common_path, counted_graphs, fold_members, gradient_error_text
 from encore.schedule import Kind
 from encore.units import bytes_text
 
 if TYPE_CHECKING:
-    from encore.report.report import DecisionRow, Report
+    from encore.reports.report import DecisionRow, Report
 
 LISTED_AT_PEAK = 10
 RESIDENT = {Kind.PARAMETER.value: "parameters and buffers", Kind.INPUT.value: "inputs and constants"}
@@ -34,7 +34,7 @@ MOST_MEMBERS = 300
 def html_page(report: Report, *, measured: Sequence[Point] = (), peers: Sequence[Point] = ()) -> str:
     """The whole page."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("encore.report"),
+        loader=jinja2.PackageLoader("encore.reports"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

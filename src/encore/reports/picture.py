@@ -6,11 +6,11 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from encore.errors import MissingPackageError
-from encore.report.profile import LAYERS, Profile
+from encore.reports.profile import LAYERS, Profile
 from encore.units import bytes_text
 
 if TYPE_CHECKING:
-    from encore.report.report import Report
+    from encore.reports.report import Report
 
 COLOURS = ("#7d8ba1", "#b4bfcd", "#4f9fd6", "#e8a317", "#17996b", "#b05fa5", "#7768c9", "#d1603d", "#8a6d3b")
 """Of the layers, as on the page."""
