@@ -64,7 +64,7 @@ class Tangents:
         self.gradients = [reach.get(node, self.everything) for node in flat[num_outputs:]]
         """For each gradient that the graph computes, the tangents it depends on. One that depends on none (the zeros of
         `torch.normal`) is computed for any set of tangents, as in eager."""
-        self.joint = torch_private.graph_in_place_of(joint, _lean_copy(graph))
+        self.joint = torch_private.graph_in_place_of(joint, lean_copy(graph))
         """The whole graph, with no more about its nodes than planning it again takes."""
 
     @property
@@ -180,7 +180,7 @@ class _Cut:
         return view
 
 
-def _lean_copy(graph: fx.Graph) -> fx.Graph:
+def lean_copy(graph: fx.Graph) -> fx.Graph:
     """Return a copy of the graph with the metadata in `MARKS` alone."""
     copy = fx.Graph()
     places: dict[fx.Node, fx.Node] = {}

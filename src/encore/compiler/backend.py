@@ -7,6 +7,7 @@ AOTAutograd traces forward and backward and calls a partition function; there th
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -22,6 +23,7 @@ from encore.capture import torch_private
 from encore.capture.call_trace import NotRepeatableError
 from encore.capture.recurrent import lifting
 from encore.capture.repeats import Repeats, trace_repeats
+from encore.capture.symbolic_joint import SymbolicJoint, UnsizedError
 from encore.capture.unused_outputs import NotOptionalError, Tangents, Used, can_run_again
 from encore.compiler.call_plans import CallPlans
 from encore.compiler.captured import Captured
@@ -29,6 +31,7 @@ from encore.compiler.first_call import CheckedCall
 from encore.compiler.notes import capture_notes
 from encore.compiler.pipeline import compile_captured, plan_calls
 from encore.compiler.session import CapturedGraph, PlainGraph, Session
+from encore.compiler.sized_runner import SizedRunner
 from encore.compiler.stage_clock import StageClock, collector_paused
 from encore.compiler.variants import GraphRunner, Variant, next_number
 from encore.errors import EncoreError, IllegalGraphError, OptionError
@@ -98,12 +101,13 @@ class GraphCompiler:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.session.remember_tensors(inputs)
-        torch_private.pin_sizes(module)
         torch_private.guard_hooks()
         with _encore_errors_unwrapped(), self.session.plain_saves.off():
             compilation = self.compilation(self.session, module, inputs)
             compiled = compilation.compile()
-        if self.session.checks and isinstance(compilation.runner, GraphRunner):
+        kept = compilation.symbolic is not None and torch_private.keeps_marked_dimensions(module, inputs)
+        self.session.graphs_keep_symbols.append(kept)
+        if self.session.checks and isinstance(compilation.runner, GraphRunner | SizedRunner):
             return CheckedCall(self.session, compilation.runner, module, compiled)
         return self.session.plain_saves.paused(compiled) if compilation.shares else compiled
 
@@ -111,13 +115,18 @@ class GraphCompiler:
 class GraphCompilation:
     """Compiles one graph of Dynamo's to callables."""
 
+    takes_symbols = True
+    """Whether a graph that is the whole step may be traced with symbols, and planned for each size that comes."""
+
     def __init__(self, session: Session, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.session = session
         self.module = module
         self.inputs = inputs
         self.notes = capture_notes(module, torch_private.traced_code())
         self.name = f"graph {session.captured_so_far + len(session.plain)}"
-        self.runner: GraphRunner | RecordedGraph | None = None
+        self.runner: GraphRunner | SizedRunner | RecordedGraph | None = None
+        self.symbolic: SymbolicJoint | None = None
+        """The joint graph of all sizes, if it was traced with symbols."""
         self.repeats: Repeats | None = None
         self.lifted: list[Any] = []
         self.number = 0
@@ -132,6 +141,9 @@ class GraphCompilation:
         """Whether the step has other calls than one of this graph, as far as Dynamo shows."""
         since, now = session.waiting_since, time.perf_counter()
         self.clock = StageClock(None if since is None else {"dynamo": now - since})
+        self.has_symbols = self.takes_symbols and not self.shares and torch_private.has_symbols(module)
+        if not self.has_symbols:
+            torch_private.pin_sizes(module)
 
     def compile(self) -> Callable[..., Any]:
         if self.shares:
@@ -147,7 +159,7 @@ class GraphCompilation:
             self.module = fx.GraphModule({}, fx.Graph())
 
     def _traced(self) -> Callable[..., Any]:
-        self.repeats = trace_repeats(self.module)
+        self.repeats = None if self.has_symbols else trace_repeats(self.module)
         if self.repeats is not None:
             with contextlib.suppress(NotRepeatableError):
                 compiled = self._through_aot_autograd(self.repeats.edges)
@@ -179,19 +191,62 @@ class GraphCompilation:
         """Plan the joint graph; return modules for AOTAutograd with the right inputs and outputs, and no body."""
         self.roles = torch_private.primals(joint, self.module, self.inputs)
         self.returned = torch_private.returned_outputs(joint, num_outputs)
+        self.symbolic = self._symbolic_joint(joint)
+        primals = torch_private.given(joint, self.inputs)
+        sized = joint if self.symbolic is None else self.symbolic.at(self.symbolic.traced)
         try:
             with collector_paused():
-                graph = self.facts(joint)
+                graph = self.facts(sized)
         except UnsupportedGraphError as unsupported:
             self.session.plain.append(PlainGraph(self.name, str(unsupported)))
             warnings.warn(f"encore: {self.name} runs as plain PyTorch: {unsupported}", stacklevel=2)
             return torch_private.plain_partition(joint, num_outputs)
-        return self.plan(joint, num_outputs, graph)
+        if self.symbolic is None:
+            runner = self.runner = self.plan(sized, graph, primals)
+        else:
+            runner = self._of_other_sizes(self.clock).plan(sized, graph, primals)
+            assert isinstance(runner, GraphRunner)
+            self.runner = SizedRunner(self.session, self.symbolic, runner, self._planned_for)
+        return torch_private.shell(joint, num_outputs, runner.saved)
 
-    def plan(self, joint: fx.GraphModule, num_outputs: int, graph: Graph) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Plan the joint graph with these facts."""
+    def _symbolic_joint(self, joint: fx.GraphModule) -> SymbolicJoint | None:
+        """The joint graph of all sizes; None if it can only be that of the sizes which were traced, which guards then
+        ask for."""
+        if not self.has_symbols:
+            return None
+        try:
+            if torch_private.takes_apart_tensors(joint.graph):
+                raise UnsizedError("it has tensor subclasses")
+            return SymbolicJoint(joint)
+        except UnsizedError as reason:
+            log.info("%s is captured for each size of its inputs: %s", self.name, reason)
+            torch_private.pin_sizes(self.module)
+            return None
+
+    def _planned_for(self, sizes: tuple[int, ...], primals: Sequence[Any]) -> GraphRunner:
+        """Plan the graph for other sizes of its inputs, in a call with them."""
+        assert self.symbolic is not None
+        other = self._of_other_sizes(StageClock())
+        with torch_private.compile_settings():
+            with collector_paused():
+                joint = self.symbolic.at(sizes)
+                other.clock.lap("sizes")
+                graph = other.facts(joint)
+            runner = other.plan(joint, graph, primals)
+        assert isinstance(runner, GraphRunner)
+        return runner
+
+    def _of_other_sizes(self, clock: StageClock) -> GraphCompilation:
+        """What plans the graph for sizes of their own. It needs neither Dynamo's graph nor the inputs."""
+        other = copy.copy(self)
+        other.name = f"graph {self.session.captured_so_far + len(self.session.plain)}"
+        other.clock, other.inputs, other.module = clock, (), fx.GraphModule({}, fx.Graph())
+        return other
+
+    def plan(self, joint: fx.GraphModule, graph: Graph, primals: Sequence[Any]) -> GraphRunner | RecordedGraph:
+        """Plan the joint graph with these facts, given the tensors that the step was called with."""
         self.number = self.session.captured_so_far
-        tangents = Tangents(joint, num_outputs)
+        tangents = Tangents(joint, len(self.returned))
         rehearsed = self.session.step.rehearsed
         self.recorded = None if rehearsed is None or not self.shares else rehearsed.taken_over(graph, tangents)
         if self.recorded is not None:
@@ -200,7 +255,7 @@ class GraphCompilation:
             first = self.session.step.first_variant(self.recorded)
             first.captured.name = self.name
         else:
-            first = self._first_plan(joint, tangents, graph)
+            first = self._first_plan(joint, tangents, graph, primals)
         runner_number = next_number() if self.recorded is None else self.recorded.number
         self.number = self.session.add(first.captured, runner_number)
         self.runner = GraphRunner(
@@ -212,16 +267,14 @@ class GraphCompilation:
             is_whole=not self.shares,
             number=runner_number,
         )
-        schedule = first.captured.plan.schedule
-        return torch_private.shell(joint, num_outputs, [schedule.graph.values[value] for value in schedule.saved])
+        return self.runner
 
-    def _first_plan(self, joint: fx.GraphModule, tangents: Tangents, graph: Graph) -> Variant:
+    def _first_plan(self, joint: fx.GraphModule, tangents: Tangents, graph: Graph, primals: Sequence[Any]) -> Variant:
         """Plan the graph before any call of it."""
         used = self._first_used(tangents, graph)
         expected = joint if used == tangents.everything else tangents.only(used)
         graph = graph if expected is joint else self.facts(expected)
         self.clock.lap("facts")
-        primals = torch_private.given(joint, self.inputs)
         before = self.session.graphs_of_step_so_far()
         calls = 1 if self.shares and self.session.step.is_wanted else 0
         captured = self._captured(expected, graph, used, primals, before, self.session.options, calls)

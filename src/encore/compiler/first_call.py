@@ -29,6 +29,7 @@ from encore.comparison import (
 )
 from encore.compiler.lossy_check import has_lossy_codes
 from encore.compiler.session import Session
+from encore.compiler.sized_runner import SizedRunner
 from encore.compiler.variants import GraphRunner
 from encore.devices import default_generators
 from encore.errors import CheckError, VerificationError
@@ -42,26 +43,26 @@ class CheckedCall:
     """A compiled graph whose first call is compared with Dynamo's module."""
 
     def __init__(
-        self, session: Session, runner: GraphRunner, module: fx.GraphModule, compiled: Callable[..., Any]
+        self, session: Session, runner: GraphRunner | SizedRunner, module: fx.GraphModule, compiled: Callable[..., Any]
     ) -> None:
         self.session = session
         self.runner = runner
         self.module = module
         self.compiled = compiled
         self.names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
-        self.checked: set[frozenset[int]] = set()
-        """The sets of gradients that it has been checked for."""
+        self.checked: set[tuple[tuple[int, ...], frozenset[int]]] = set()
+        """The sizes, and the sets of gradients, that it has been checked for."""
 
     def __call__(self, *inputs: Any) -> Any:
-        used = self.runner.current.used
-        if used not in self.checked and torch.is_grad_enabled():
-            self.checked.add(used)
+        sizes = tuple(one for one in inputs if isinstance(one, int))
+        if (sizes, self.runner.current.used) not in self.checked and torch.is_grad_enabled():
             reason = _cannot_copy(inputs)
             if reason:
                 log.warning("ENCORE_CHECK: %s is not compared with eager: %s", self._name, reason)
             else:
                 with self.session.check_running(), self._generators_kept():
                     self._check(inputs)
+            self.checked.add((sizes, self.runner.current.used))
         return self.compiled(*inputs)
 
     @property

@@ -28,12 +28,12 @@ from encore.compiler.call_plans import CallPlans
 from encore.compiler.compiled import CompiledCall
 from encore.compiler.session import Mode, Session
 from encore.compiler.twin import FakeTwin
-from encore.compiler.variants import about, next_number
+from encore.compiler.variants import GraphRunner, about, next_number
 from encore.devices import generators_kept
 from encore.errors import OptionError
 from encore.graph import Graph, Role
 from encore.graph.torch_private import FakeTensor, pytree
-from encore.graph.values import block_bytes
+from encore.graph.values import Value, block_bytes
 from encore.options import Options
 
 NEVER = 1 << 62
@@ -121,6 +121,9 @@ class RecordedCall:
 
 class RecordedGraph:
     """A graph of a recorded step, in the place of a `GraphRunner`."""
+
+    saved: tuple[Value, ...] = ()
+    """It saves nothing."""
 
     def __init__(self, compilation: RecordedCompilation, tangents: Tangents, graph: Graph) -> None:
         if not tangents.may_be_missing:
@@ -248,22 +251,23 @@ class RecordedCompilation(GraphCompilation):
     """Records a graph that is not the whole step, and plans it later. In an estimate a graph that is the whole step is
     planned at once."""
 
+    takes_symbols = False
+
     def __init__(self, recording: Recording, *args: Any) -> None:
         super().__init__(*args)
         self.recording = recording
         self.name = f"graph {int(self.name.split()[1]) + recording.first_name + len(recording.graphs)}"
 
-    def plan(self, joint: fx.GraphModule, num_outputs: int, graph: Graph) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def plan(self, joint: fx.GraphModule, graph: Graph, primals: Sequence[Any]) -> GraphRunner | RecordedGraph:
         if not self.shares and self.recording.is_estimate:
-            return super().plan(joint, num_outputs, graph)
+            return super().plan(joint, graph, primals)
         self.number = len(self.recording.graphs)
-        tangents = Tangents(joint, num_outputs)
+        tangents = Tangents(joint, len(self.returned))
         if not can_run_again(graph):
             tangents.require_all()
         recorded = RecordedGraph(self, tangents, graph)
         self.recording.graphs.append(recorded)
-        self.runner = recorded
-        return torch_private.shell(joint, num_outputs, [])
+        return recorded
 
     def facts(self, joint: fx.GraphModule) -> Graph:
         graph = super().facts(joint)

@@ -111,6 +111,10 @@ class _StepClock:
         return self.step
 
 
+def _nothing() -> None:
+    pass
+
+
 _births = itertools.count()
 _clock = _StepClock()
 
@@ -128,6 +132,8 @@ class Session:
         """Whether every graph is checked: see `encore.checking`."""
         self.checking = False
         """Whether a check runs the graphs now, and not the user."""
+        self.graphs_keep_symbols: list[bool] = []
+        """For each graph that was captured, whether it serves all sizes of what was to be traced with symbols."""
         self.packs = False
         """Whether a packed sequence has been captured."""
         self._outside = 0
@@ -139,6 +145,7 @@ class Session:
         self.captured_so_far = 0
         """How many graphs have been captured, those that were dropped since included."""
         self._runners: dict[int, int] = {}  # the numbers by which programs know the graphs
+        self._droppers: dict[int, Callable[[], None]] = {}  # what drops a graph that is one of several sizes
         self._filed: list[int] = []  # where the numbers of graphs go that are captured now
         self.plain: list[PlainGraph] = []
         self.tensors: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -192,6 +199,10 @@ class Session:
         self._filed.append(number)
         return number
 
+    def when_dropped(self, number: int, drop: Callable[[], None]) -> None:
+        """Call a function when a graph is dropped."""
+        self._droppers[number] = drop
+
     def replan(self, number: int, graph: CapturedGraph) -> None:
         """Note another plan of a graph, if it has not been dropped."""
         if number in self._graphs:
@@ -201,6 +212,7 @@ class Session:
         """Drop graphs, and the plans of steps that call them."""
         for number in numbers:
             self._graphs.pop(number, None)
+            self._droppers.pop(number, _nothing)()
         self.step.forget({self._runners.pop(number) for number in numbers if number in self._runners})
 
     @contextlib.contextmanager

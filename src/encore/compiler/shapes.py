@@ -1,9 +1,13 @@
-"""The compiled callables of one function, one for each shape of its arguments; the least recently used are dropped.
+"""The compiled callables of one function, for each shape of its arguments; the least recently used are dropped.
 
 Dynamo looks through the graphs of a function one after the other, and evaluates the guards of each until one holds.
 Here a call picks a Dynamo callable by the shapes of its tensors, and Dynamo keeps the graphs of each callable
 apart (`isolate_recompiles`): guards cost the same at the first shape and at the hundredth, and graphs can be
 dropped shape by shape. What else a graph depends on (attributes of modules, types, modes) is left to Dynamo's guards.
+
+The first shape is captured as it is. When a second one comes, dimensions that differ are traced with symbols: one
+capture serves all sizes of them, and a further shape is planned and nothing else (`SymbolicCallable`). Code that needs
+numbers (a loop over time steps), and a step of several graphs, is captured for each shape.
 
 `MOST_GRAPHS` bounds what is kept, or, for a model of many graphs, those of `LEAST_SHAPES` shapes. A shape that was
 dropped is compiled again when it comes back, and backward of a forward that ran before still runs: autograd keeps what
@@ -13,6 +17,7 @@ plain PyTorch.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections import OrderedDict
@@ -23,7 +28,7 @@ from typing import Any
 from encore.capture import torch_private
 from encore.compiler.padding import PaddingAdvice
 from encore.compiler.session import Session
-from encore.compiler.sizes import Sizes, sizes_of
+from encore.compiler.sizes import Dimensions, Sizes, differing, is_within, sized_tensors, sizes_of
 
 MOST_GRAPHS = 128
 """Graphs that are kept of one function, over all shapes. Each takes 2 MB (three layers) to 5 MB (two bidirectional LSTM
@@ -33,6 +38,27 @@ LEAST_SHAPES = 16
 """Shapes that are kept however many graphs each has: a model of more graphs than `MOST_GRAPHS` is not compiled again in
 every step."""
 
+MOST_CAPTURES = 8
+"""How often a callable with symbols may be captured (its guards depend on sizes) before further shapes get callables of
+their own."""
+
+log = logging.getLogger("encore")
+
+
+@dataclass(slots=True, eq=False)
+class SymbolicCallable:
+    """A Dynamo callable for all shapes that differ in some dimensions alone."""
+
+    planned: Callable[..., Any]
+    like: Sizes
+    """One of the shapes."""
+    dimensions: Dimensions
+    """What differs."""
+    captures: int = 0
+
+    def serves(self, sizes: Sizes) -> bool:
+        return is_within(sizes, self.like, self.dimensions)
+
 
 @dataclass(slots=True, eq=False)
 class ShapeEntry:
@@ -40,6 +66,8 @@ class ShapeEntry:
 
     planned: Callable[..., Any]
     """Dynamo's callable."""
+    symbolic: SymbolicCallable | None = None
+    """The callable, if it serves other shapes, too."""
     graphs: list[int] = field(default_factory=list)
     """The numbers of its graphs in the session."""
     of_first_call: int = 0
@@ -55,6 +83,10 @@ class CompiledShapes:
         self._backend = backend
         self._entries: OrderedDict[Sizes, ShapeEntry] = OrderedDict()
         """By shapes, the latest used last."""
+        self._symbolic: list[SymbolicCallable] = []
+        """The latest last."""
+        self._traces_symbols = session.runs and session.options.recompile_limit is None
+        """Whether further callables may be traced with symbols."""
         self._regions: set[int] = set()
         """The numbers by which Dynamo keeps their graphs apart."""
         self._advice = PaddingAdvice(plain, session.name)
@@ -68,17 +100,75 @@ class CompiledShapes:
         limited = self.session.options.recompile_limit is not None
         sizes = () if limited else sizes_of(args, kwargs)
         entry = self._entries.get(sizes)
+        began = time.perf_counter()
         if entry is None:
-            limit = self.session.options.recompile_limit
-            entry = ShapeEntry(torch_private.dynamo_compile(self.plain, self._backend, limit))
-            self._entries[sizes] = entry
-            self._regions.add(torch_private.region_of(entry.planned))
-        else:
-            self._entries.move_to_end(sizes)
-        began, before = time.perf_counter(), len(entry.graphs)
+            return self._first_call(sizes, began, args, kwargs)
+        self._entries.move_to_end(sizes)
+        return self._run(sizes, entry, began, args, kwargs)
+
+    def _first_call(self, sizes: Sizes, began: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call with shapes that are not known: through a callable with symbols, if there is one or can be one."""
+        symbolic = self._symbolic_callable(sizes)
+        if symbolic is None:
+            entry = self._entries[sizes] = ShapeEntry(self._compiled())
+            return self._run(sizes, entry, began, args, kwargs)
+        entry = self._entries[sizes] = ShapeEntry(symbolic.planned, symbolic)
+        session, captured = self.session, len(self.session.graphs_keep_symbols)
+        forwards_before = session.forwards_run
+        tensors = sized_tensors(args, kwargs)
+        found = ((tensors[place], dimensions) for place, dimensions in symbolic.dimensions.items())
+        marked = [(tensor, dimensions) for tensor, dimensions in found if tensor is not None]
+        try:
+            with torch_private.symbolic_dimensions(marked):
+                result = self._run(sizes, entry, began, args, kwargs)
+        except torch_private.CaptureFailed as error:
+            if session.forwards_run != forwards_before:
+                raise
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            log.info("%s cannot be captured with symbols for sizes: %s", session.name, why)
+            self._traces_symbols = False
+            entry = self._entries[sizes] = ShapeEntry(self._compiled())
+            return self._run(sizes, entry, began, args, kwargs)
+        except Exception:
+            if not entry.graphs:  # what is tried again is traced with symbols again
+                del self._entries[sizes]
+            raise
+        kept = session.graphs_keep_symbols[captured:]
+        symbolic.captures += len(kept)
+        if not all(kept) or symbolic.captures > MOST_CAPTURES:
+            log.info("%s is captured for each shape: its code depends on sizes", session.name)
+            self._traces_symbols = False
+        return result
+
+    def _symbolic_callable(self, sizes: Sizes) -> SymbolicCallable | None:
+        """The callable that serves shapes that are not known; None if they are to have their own."""
+        if not self._traces_symbols:
+            return None
+        serving = next((one for one in reversed(self._symbolic) if one.serves(sizes)), None)
+        if serving is not None:
+            return serving
+        others = [known for known in self._entries if differing(known, sizes) is not None]
+        if not others:
+            return None
+        dimensions: Dimensions = {}
+        for known in others:
+            for place, found in (differing(known, sizes) or {}).items():
+                dimensions[place] = dimensions.get(place, frozenset()) | found
+        if not is_within(sizes, sizes, dimensions):
+            return None
+        self._symbolic.append(SymbolicCallable(self._compiled(), sizes, dimensions))
+        return self._symbolic[-1]
+
+    def _compiled(self) -> Callable[..., Any]:
+        planned = torch_private.dynamo_compile(self.plain, self._backend, self.session.options.recompile_limit)
+        self._regions.add(torch_private.region_of(planned))
+        return planned
+
+    def _run(self, sizes: Sizes, entry: ShapeEntry, began: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = len(entry.graphs)
         with self.session.filing_graphs(entry.graphs):
             result = entry.planned(*args, **kwargs)
-        if not limited:
+        if self.session.options.recompile_limit is None:
             compiled = len(entry.graphs) > before
             if compiled:
                 entry.of_first_call = entry.of_first_call or len(entry.graphs)
@@ -90,6 +180,9 @@ class CompiledShapes:
         """Drop all shapes: each is compiled again when it comes."""
         for sizes in list(self._entries):
             self._drop(sizes)
+        for symbolic in self._symbolic:
+            self._drop_callable(symbolic.planned)
+        self._symbolic.clear()
 
     def _drop_oldest(self, most: int) -> None:
         """Drop the least recently used shapes until at most so many graphs are left; the latest, too, if its own graphs
@@ -101,8 +194,12 @@ class CompiledShapes:
     def _drop(self, sizes: Sizes) -> int:
         """Drop a shape; return how many graphs it had."""
         entry = self._entries.pop(sizes)
-        region = torch_private.region_of(entry.planned)
-        torch_private.drop_regions({region})
-        self._regions.discard(region)
+        if entry.symbolic is None:
+            self._drop_callable(entry.planned)
         self.session.forget(entry.graphs)
         return len(entry.graphs)
+
+    def _drop_callable(self, planned: Callable[..., Any]) -> None:
+        region = torch_private.region_of(planned)
+        torch_private.drop_regions({region})
+        self._regions.discard(region)

@@ -29,6 +29,7 @@ from encore.compiler.session import CapturedGraph, Session
 from encore.devices import default_generator, is_here
 from encore.errors import ReplayError
 from encore.graph import Graph, OpClass, Role
+from encore.graph.values import Value
 from encore.lower import Lowered
 
 if TYPE_CHECKING:
@@ -98,6 +99,12 @@ class GraphRunner:
     @property
     def key(self) -> tuple[Any, ...]:
         return (self.place, self.tangents.kinds)
+
+    @property
+    def saved(self) -> list[Value]:
+        """The values that forward saves for backward with the current plan."""
+        schedule = self.current.captured.plan.schedule
+        return [schedule.graph.values[value] for value in schedule.saved]
 
     # -- forward -----------------------------------------------------------------------------------------------------
 

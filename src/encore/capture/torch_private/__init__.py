@@ -17,6 +17,7 @@ from encore.capture.torch_private.autograd_node import (
 )
 from encore.capture.torch_private.dynamo import (
     BackendError,
+    CaptureFailed,
     TraceFailed,
     break_reason,
     drop_regions,
@@ -26,7 +27,6 @@ from encore.capture.torch_private.dynamo import (
     is_forced_eager,
     outermost_codes,
     outside_compilation,
-    pin_sizes,
     region_of,
     traced_code,
     warn_of_recurrent_layers,
@@ -52,6 +52,17 @@ from encore.capture.torch_private.messages import messages_after_graphs
 from encore.capture.torch_private.process import first_value, has_ranks
 from encore.capture.torch_private.replacements import Replacement, constructed_as, replaced_readers, traced_as
 from encore.capture.torch_private.saved_tensors import top_saved_tensors_hooks, without_top_saved_tensors_hooks
+from encore.capture.torch_private.symbols import (
+    SYMBOLIC_NUMBERS,
+    expression_of,
+    formula,
+    has_symbols,
+    hint_of,
+    keeps_marked_dimensions,
+    pin,
+    pin_sizes,
+    symbolic_dimensions,
+)
 from encore.capture.torch_private.tracing import (
     boxed,
     casts_automatically,
@@ -69,8 +80,10 @@ from encore.capture.torch_private.tracing import (
 )
 
 __all__ = [
+    "SYMBOLIC_NUMBERS",
     "TRACED_KERNELS",
     "BackendError",
+    "CaptureFailed",
     "Chain",
     "DataDependent",
     "Groups",
@@ -92,23 +105,29 @@ __all__ = [
     "drop_results",
     "dynamo_compile",
     "eager_operators",
+    "expression_of",
     "fake_window",
     "first_value",
+    "formula",
     "given",
     "graph_break",
     "graph_in_place_of",
     "guard_hooks",
     "has_ranks",
+    "has_symbols",
+    "hint_of",
     "in_backward",
     "is_forced_eager",
     "is_plain_fake",
     "is_transformed",
     "keeps_graph",
+    "keeps_marked_dimensions",
     "last_traced_node",
     "messages_after_graphs",
     "outermost_codes",
     "outside_compilation",
     "outside_tracing",
+    "pin",
     "pin_sizes",
     "plain_callable",
     "plain_partition",
@@ -121,6 +140,7 @@ __all__ = [
     "running_node",
     "saves_unchecked",
     "shell",
+    "symbolic_dimensions",
     "takes_apart_tensors",
     "tangent_like",
     "top_saved_tensors_hooks",

@@ -20,7 +20,7 @@ import torch._dynamo.trace_rules
 from torch import fx
 from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo import utils as dynamo_utils
-from torch._dynamo.exc import ShortenTraceback, TorchRuntimeError
+from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, TorchRuntimeError
 from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper, GuardBuilder
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._guards import TracingContext, compile_context, tracing
@@ -32,24 +32,6 @@ log = logging.getLogger("encore")
 def is_forced_eager() -> bool:
     """Return whether `torch.compiler.set_stance` has compiled functions run as plain PyTorch."""
     return eval_frame._stance.stance == "force_eager"
-
-
-def pin_sizes(module: fx.GraphModule) -> None:
-    """Guard every symbolic size of the inputs to the number it has now: each shape gets a plan of its own."""
-    for node in module.graph.find_nodes(op="placeholder"):
-        example = node.meta.get("example_value")
-        if isinstance(example, torch.SymInt | torch.SymFloat):
-            _pin(example)
-        elif isinstance(example, torch.Tensor):
-            for size in (*example.shape, *example.stride(), example.storage_offset()):
-                _pin(size)
-
-
-def _pin(size: Any) -> None:
-    if isinstance(size, torch.SymInt):
-        int(size)
-    elif isinstance(size, torch.SymFloat):
-        float(size)
 
 
 def drop_results(module: fx.GraphModule) -> None:
@@ -243,3 +225,5 @@ class BackendError(ShortenTraceback):
 
 TraceFailed = TorchRuntimeError
 """An operator of the user's code rejected its operands while it was traced."""
+CaptureFailed = TorchDynamoException
+"""Anything that Dynamo could not trace, or a backend not compile."""
