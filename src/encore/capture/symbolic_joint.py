@@ -11,6 +11,7 @@ cannot be filled in; such a graph is for the traced sizes only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,17 +56,11 @@ class SymbolicJoint:
 
     def __init__(self, joint: fx.GraphModule) -> None:
         self._joint = torch_private.graph_in_place_of(joint, lean_copy(joint.graph))
-        sources = [node for node in joint.graph.find_nodes(op="placeholder") if "tangents" not in node.name]
-        symbols: dict[Any, int] = {}
-        for place, node in enumerate(sources):
-            val = node.meta.get("val")
-            if isinstance(val, torch.SymInt) and torch_private.expression_of(val).is_symbol:
-                symbols.setdefault(torch_private.expression_of(val), place)
-        self.places = tuple(symbols.values())
-        """The primals, by number, that are the values of the symbols."""
-        self.traced = tuple(torch_private.hint_of(sources[place].meta["val"]) for place in self.places)
-        """Their values in the trace."""
-        self._symbols = tuple(symbols)
+        self._sources = _symbol_sources(joint.graph)
+        self._symbols = tuple(self._sources)
+        self.traced = tuple(source.traced for source in self._sources.values())
+        """The values of the symbols in the trace."""
+        self._readers = [(source.place, source.read) for source in self._sources.values()]
         self._expressions: dict[Any, int] = {}
         self._hints: list[Any] = []
         self._symbolic_storages = frozenset(self._storages_with_symbols())
@@ -85,7 +80,7 @@ class SymbolicJoint:
 
     def sizes_of(self, primals: Sequence[Any]) -> tuple[int, ...]:
         """The values of the symbols in a call."""
-        return tuple([primals[place] for place in self.places])
+        return tuple([read(primals[place]) for place, read in self._readers])
 
     def at(self, sizes: Sequence[int]) -> fx.GraphModule:
         """The joint graph of these sizes."""
@@ -145,20 +140,26 @@ class SymbolicJoint:
         return _SizedTensor(
             tensor,
             storage._cdata,
-            self._getter(storage.nbytes()),
+            self._bytes(storage),
             self._getter(tensor.storage_offset()),
             tuple(map(self._getter, tensor.shape)),
             tuple(map(self._getter, tensor.stride())),
         )
 
-    def _getter(self, number: Any) -> Number:
-        if not isinstance(number, torch_private.SYMBOLIC_NUMBERS):
-            return lambda _: number
-        place = self._number(number)
-        return (lambda _: place) if not isinstance(place, _Expression) else place.of
+    def _bytes(self, storage: torch.UntypedStorage) -> Number:
+        """The bytes of a storage; those of an input that is a view are a symbol of their own."""
+        for symbol, source in self._sources.items():
+            if str(symbol) == _bytes_symbol(storage):
+                return self._expression(symbol, source.traced).of
+        return self._getter(storage.nbytes())
 
-    def _number(self, number: Any) -> Any:
-        expression, hint = torch_private.expression_of(number), torch_private.hint_of(number)
+    def _getter(self, number: Any) -> Number:
+        return self._number(number).of if isinstance(number, torch_private.SYMBOLIC_NUMBERS) else lambda _: number
+
+    def _number(self, number: Any) -> _Expression:
+        return self._expression(torch_private.expression_of(number), torch_private.hint_of(number))
+
+    def _expression(self, expression: Any, hint: Any) -> _Expression:
         if hint is None or not expression.free_symbols.issubset(self._symbols):
             raise UnsizedError(f"{expression} depends on more than the sizes of inputs")
         if expression not in self._expressions:
@@ -175,6 +176,66 @@ class _Expression:
 
     def of(self, numbers: tuple[Any, ...]) -> Any:
         return numbers[self.number]
+
+
+@dataclass(frozen=True, slots=True)
+class _SymbolSource:
+    """Where the value of a symbol is read."""
+
+    place: int
+    """The primal, by number."""
+    read: Callable[[Any], int]
+    traced: int
+
+
+def _symbol_sources(joint: fx.Graph) -> dict[Any, _SymbolSource]:
+    """By symbol; a primal that is the number itself comes before layouts of tensors."""
+    primals = [node.meta.get("val") for node in joint.find_nodes(op="placeholder") if "tangents" not in node.name]
+    found: dict[Any, _SymbolSource] = {}
+
+    def add(place: int, number: Any, read: Callable[[Any], int]) -> None:
+        if isinstance(number, torch.SymInt) and torch_private.expression_of(number).is_symbol:
+            source = _SymbolSource(place, read, torch_private.hint_of(number))
+            found.setdefault(torch_private.expression_of(number), source)
+
+    for place, val in enumerate(primals):
+        add(place, val, _itself)
+    tensors = [(place, val) for place, val in enumerate(primals) if torch_private.is_plain_fake(val)]
+    for place, val in tensors:
+        for number in range(val.dim()):
+            add(place, val.shape[number], functools.partial(_size, number))
+            add(place, val.stride()[number], functools.partial(_stride, number))
+        add(place, val.storage_offset(), _offset)
+    for place, val in tensors:
+        size = val.untyped_storage().nbytes()
+        if isinstance(size, torch.SymInt) and not torch_private.expression_of(size).free_symbols <= found.keys():
+            symbol = torch_private.new_symbol(_bytes_symbol(val.untyped_storage()))
+            found.setdefault(symbol, _SymbolSource(place, _bytes_of_storage, torch_private.hint_of(size)))
+    return found
+
+
+def _itself(number: int) -> int:
+    return number
+
+
+def _size(number: int, tensor: torch.Tensor) -> int:
+    return tensor.shape[number]
+
+
+def _stride(number: int, tensor: torch.Tensor) -> int:
+    return tensor.stride()[number]
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset())
+
+
+def _bytes_of_storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _bytes_symbol(storage: torch.UntypedStorage) -> str:
+    return f"bytes_{storage._cdata}"
 
 
 def _is_symbolic(tensor: torch.Tensor) -> bool:

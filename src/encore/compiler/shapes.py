@@ -99,19 +99,28 @@ class CompiledShapes:
         """Call the callable of these shapes."""
         limited = self.session.options.recompile_limit is not None
         sizes = () if limited else sizes_of(args, kwargs)
-        entry = self._entries.get(sizes)
-        began = time.perf_counter()
-        if entry is None:
-            return self._first_call(sizes, began, args, kwargs)
-        self._entries.move_to_end(sizes)
-        return self._run(sizes, entry, began, args, kwargs)
+        began, known = time.perf_counter(), self._entries.get(sizes)
+        before = 0 if known is None else len(known.graphs)
+        if known is None:
+            result = self._first_call(sizes, args, kwargs)
+        else:
+            self._entries.move_to_end(sizes)
+            result = self._run(known, args, kwargs)
+        if not limited:
+            entry = self._entries[sizes]
+            compiled = len(entry.graphs) > before
+            if compiled:
+                entry.of_first_call = entry.of_first_call or len(entry.graphs)
+                self._drop_oldest(max(MOST_GRAPHS, LEAST_SHAPES * entry.of_first_call))
+            self._advice.note(sizes, began, compiled, args, kwargs)
+        return result
 
-    def _first_call(self, sizes: Sizes, began: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first_call(self, sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call with shapes that are not known: through a callable with symbols, if there is one or can be one."""
         symbolic = self._symbolic_callable(sizes)
         if symbolic is None:
             entry = self._entries[sizes] = ShapeEntry(self._compiled())
-            return self._run(sizes, entry, began, args, kwargs)
+            return self._run(entry, args, kwargs)
         entry = self._entries[sizes] = ShapeEntry(symbolic.planned, symbolic)
         session, captured = self.session, len(self.session.graphs_keep_symbols)
         forwards_before = session.forwards_run
@@ -120,7 +129,7 @@ class CompiledShapes:
         marked = [(tensor, dimensions) for tensor, dimensions in found if tensor is not None]
         try:
             with torch_private.symbolic_dimensions(marked):
-                result = self._run(sizes, entry, began, args, kwargs)
+                result = self._run(entry, args, kwargs)
         except torch_private.CaptureFailed as error:
             if session.forwards_run != forwards_before:
                 raise
@@ -128,7 +137,7 @@ class CompiledShapes:
             log.info("%s cannot be captured with symbols for sizes: %s", session.name, why)
             self._traces_symbols = False
             entry = self._entries[sizes] = ShapeEntry(self._compiled())
-            return self._run(sizes, entry, began, args, kwargs)
+            return self._run(entry, args, kwargs)
         except Exception:
             if not entry.graphs:  # what is tried again is traced with symbols again
                 del self._entries[sizes]
@@ -164,17 +173,9 @@ class CompiledShapes:
         self._regions.add(torch_private.region_of(planned))
         return planned
 
-    def _run(self, sizes: Sizes, entry: ShapeEntry, began: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = len(entry.graphs)
+    def _run(self, entry: ShapeEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.session.filing_graphs(entry.graphs):
-            result = entry.planned(*args, **kwargs)
-        if self.session.options.recompile_limit is None:
-            compiled = len(entry.graphs) > before
-            if compiled:
-                entry.of_first_call = entry.of_first_call or len(entry.graphs)
-                self._drop_oldest(max(MOST_GRAPHS, LEAST_SHAPES * entry.of_first_call))
-            self._advice.note(sizes, began, compiled, args, kwargs)
-        return result
+            return entry.planned(*args, **kwargs)
 
     def clear(self) -> None:
         """Drop all shapes: each is compiled again when it comes."""

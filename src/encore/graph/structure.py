@@ -41,8 +41,8 @@ SIZES = frozenset({"size", "sizes", "strides", "shape"})
 """Arguments that are sizes whatever their type."""
 STEPS = frozenset({"keep"})
 """Arguments that may be as many as all steps of a sequence; any number of steps where these are not counted."""
-COUNTERS = frozenset({"index", "start", "end"})
-"""Arguments that count the steps of an unrolled loop."""
+COUNTERS = frozenset({"index", "start", "end", "fill_value"})
+"""Arguments that count the steps of an unrolled loop, or are as many as these."""
 NUMBERS = ("Scalar", "Tensor")
 """Types of arguments that may be numbers."""
 SIZE = "n"
@@ -83,8 +83,9 @@ def structure_key(graph: Graph) -> str:
 
 
 def _inputs(graph: Graph) -> list[str]:
+    """The tensors among the inputs; a number is the size of one."""
     inputs = [graph.values[value] for value in (*graph.primals, *graph.tangents)]
-    return [f"{value.role} {value_structure(graph, value)}" for value in inputs]
+    return [f"{value.role} {value_structure(graph, value)}" for value in inputs if value.dtype is not None]
 
 
 def op_structure(graph: Graph, op: Op, *, counted: bool = True) -> str:

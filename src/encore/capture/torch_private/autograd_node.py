@@ -60,6 +60,10 @@ def hooked_nodes(wanted: Callable[[], bool], groups: Callable[[Sequence[Any]], G
     def build_hooked(factory: AutogradFactory) -> Any:
         # None would stand for buffers that backward may overwrite, and forbid retain_graph from the second step on.
         factory.spec.fw_metadata.bw_donated_idxs = []
+        # Tensors of symbolic sizes would be marked for other graphs of Dynamo's: saved ones by number, and plans save
+        # different ones; and those that the user gets.
+        factory.spec.fw_metadata.dynamic_saved_tensors_idxs = {}
+        factory.spec.fw_metadata.dynamic_outputs = False
         function: Any = build(factory)
         function._double_backward = _only_once
         if wanted():

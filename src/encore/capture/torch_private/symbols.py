@@ -98,6 +98,11 @@ def free_symbols(number: Any) -> frozenset[sympy.Basic]:
     return frozenset(expression_of(number).free_symbols)
 
 
+def new_symbol(name: str) -> sympy.Symbol:
+    """A symbol for a number that Dynamo has none for."""
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
 def hint_of(number: Any) -> Any:
     """The value of a symbolic number for the sizes that were traced; None if it depends on data."""
     return number.node.hint if number.node.has_hint() else None
