@@ -30,6 +30,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("suite", nargs="?", default="echo", help=suites)
     top.add_argument("--quick", action="store_true", help="tiny sizes: does everything work?")
     top.add_argument("--minutes", type=float, help="leave systems out to be done in about so many minutes")
+    top.add_argument("--only", metavar="PART", action="append", help="run one part of the suite; may be given again")
+    top.add_argument("--parts", type=Path, metavar="FOLDER", help="keep parts in FOLDER, and continue a run from there")
     top.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE as JSON")
     top.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the suite into FOLDER, as PNG and as a page")
     top.add_argument("--docs", action="store_true", help="write the suite's page in docs")
@@ -52,16 +54,25 @@ def run(arguments: argparse.Namespace) -> int:
         raise OptionError(f"the suite {arguments.suite!r} leaves nothing out; --minutes is for {limited}")
     if arguments.minutes is not None and not 0 < arguments.minutes < math.inf:
         raise OptionError(f"--minutes {arguments.minutes:g} is no time to run a suite in; give a positive number")
+    _check_parts(arguments, suite)
     docs = results.docs_page(arguments.suite).parent if arguments.docs else None
     folder = None if arguments.json is None else arguments.json.parent
-    for option, needed in {"--json": folder, "--plots": arguments.plots, "--docs": docs}.items():
+    for option, needed in {
+        "--json": folder,
+        "--plots": arguments.plots,
+        "--docs": docs,
+        "--parts": arguments.parts,
+    }.items():
         if needed is not None and not needed.is_dir():  # a benchmark takes minutes: say so before, not after
             raise OptionError(f"{option} writes into {str(needed)!r}, but there is no such folder here; make it first")
         if needed is not None:
             check_folder(needed)
     if arguments.json is not None:
         check_file(arguments.json)
-    found = results.run(arguments.suite, quick=arguments.quick, minutes=arguments.minutes)
+    only = tuple(arguments.only or ())
+    found = results.run(
+        arguments.suite, quick=arguments.quick, minutes=arguments.minutes, only=only, parts=arguments.parts
+    )
     print(found.text)
     if found.interrupted:
         print("encore: interrupted; this is what was done before, and nothing of it was written", file=sys.stderr)
@@ -73,3 +84,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.docs:
         found.write_docs()
     return DONE
+
+
+def _check_parts(arguments: argparse.Namespace, suite: results.Suite) -> None:
+    """Raise unless the suite has the parts that were asked for."""
+    for option, given in {"--only": arguments.only, "--parts": arguments.parts}.items():
+        if given is not None and not suite.parts:
+            divided = ", ".join(name for name, one in results.SUITES.items() if one.parts)
+            raise OptionError(f"the suite {arguments.suite!r} has no parts; {option} is for {divided}")
+    for part in arguments.only or ():
+        if part not in suite.parts:
+            raise OptionError(
+                f"the suite {arguments.suite!r} has no part {part!r}; its parts: {', '.join(suite.parts)}"
+            )
+    if arguments.only is not None and arguments.docs:
+        raise OptionError("--docs writes the page of a whole suite; leave --only out")

@@ -1,277 +1,137 @@
 """The suite `lengths`: training on batches of many lengths, each as long as its longest sentence.
 
-Every workload of `workloads/lengths.py` gets the same random lengths in the same order. Encore, at 60 % of the largest
-step seen, and `torch.compile(dynamic=True)` each begin with empty caches, one after the other. Then, over the same
-lengths again, steps of eager PyTorch, of `torch.compile` and of Encore are interleaved; some lengths are measured for
-their peak, and compared with a copy of the model that has seen this one length.
+Its parts are the workloads of `workloads/lengths.py` (`lengths_compared.py`), an epoch of a corpus (`lengths_epoch.py`)
+and hundreds of shapes (`lengths_memory.py`). A part that fails is shown with its error and does not end the suite. What
+is done is kept in a folder, if there is one, and is not run again by a suite that continues there.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 import gc
-import os
-import random
-import statistics
-import tempfile
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import json
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-import encore
+from benchmarks.lengths_compared import LengthOutcome, compare_lengths
+from benchmarks.lengths_epoch import QUICK, EpochOutcome, EpochSizes, run_epoch
+from benchmarks.lengths_memory import QUICK_SHAPES, SHAPES, ShapeMemory, run_shapes
 from benchmarks.schema import Layout, Written
-from benchmarks.workloads.lengths import LENGTH_WORKLOADS, LengthWorkload, build_lengths
-from encore.api import compiled_call
-from encore.compare.trainee import Trainee, interleaved_times, median_ratio, ratio_spread, relative_distance
+from benchmarks.workloads.corpus import zipf_corpus
+from benchmarks.workloads.lengths import LENGTH_WORKLOADS, build_lengths
 from encore.machine import Machine, this_machine
-from encore.terminal import progress
-from encore.units import seconds_text
+from encore.terminal import Advance, progress
+from encore.whole_files import write_whole
 
 BATCHES, QUICK_BATCHES = 100, 8
 LOOKED_AT, QUICK_LOOKED_AT = 5, 2
 """Lengths whose peak, gradients and time as a single shape are measured."""
-ROUNDS, SINGLE_ROUNDS = 2, 5
-"""Of steps at every length, and at those that are looked at."""
-PATIENCE = 2
-"""`torch.compile` is stopped when it has taken so many times what Encore took for all batches."""
-BUDGET = "60%"
-FAMILIAR = 3
-"""New lengths after which no kernel should be compiled any more."""
+PARTS = (*LENGTH_WORKLOADS, "epoch", "shapes")
 
-
-@dataclass(frozen=True, slots=True)
-class LengthOutcome:
-    """One workload. Seconds; steps are forward and backward."""
-
-    distinct: int
-    """Different lengths among the batches."""
-    whole: bool
-    """Whether no code is run once for every position."""
-    first: float
-    """The first step."""
-    new: float
-    """What a new length costs beyond its later steps: the median."""
-    slowest: float
-    """The most that one of them costs."""
-    total: float
-    """All batches, once."""
-    compiled_total: float | None
-    """The same with `torch.compile(dynamic=True)`."""
-    compiled_failed: str
-    """Why there is no such figure."""
-    eager_total: float
-    again: float
-    """A step of a known length over eager's: the median over all lengths."""
-    again_spread: tuple[float, float]
-    compiled_again: float | None
-    single: float
-    """A step over that of a copy that has seen this one length: the median."""
-    single_spread: tuple[float, float]
-    kept: int
-    """Lengths whose measured peak is within the budget, of those looked at."""
-    looked_at: int
-    apart: float
-    """How far a predicted peak is above the measured one, as a fraction, at most; below 0 if it is below."""
-    least_apart: float
-    gradient_error: float
-    """Relative distance of gradients from float64, over eager's: the largest."""
-    late_kernels: int
-    """Kernels compiled after the first few lengths."""
-
-    @property
-    def against_first(self) -> float:
-        return self.new / self.first
+Outcome = LengthOutcome | EpochOutcome | ShapeMemory
 
 
 @dataclass(frozen=True, slots=True)
 class LengthSuite(Written):
-    """One run of the suite."""
+    """One run of the suite, or what is there of it."""
 
-    layout = Layout("encore_bench_lengths", 1)
+    layout = Layout("encore_bench_lengths", 2)
 
     machine: Machine
     quick: bool
     batches: int
     outcomes: dict[str, LengthOutcome]
     """By workload."""
+    epoch: EpochOutcome | None = None
+    shapes: ShapeMemory | None = None
+    failures: dict[str, str] = field(default_factory=dict)
+    """The errors of parts that failed."""
     seconds: float = 0.0
     """What all of it took."""
 
+    def plus(self, part: str, found: Outcome) -> LengthSuite:
+        """The suite with one part more."""
+        if isinstance(found, LengthOutcome):
+            return dataclasses.replace(self, outcomes={**self.outcomes, part: found})
+        if isinstance(found, EpochOutcome):
+            return dataclasses.replace(self, epoch=found)
+        return dataclasses.replace(self, shapes=found)
 
-def run_lengths(*, quick: bool = False) -> LengthSuite:
-    """Measure everything, reporting progress on stderr."""
-    batches, looked_at = (QUICK_BATCHES, QUICK_LOOKED_AT) if quick else (BATCHES, LOOKED_AT)
-    outcomes = {}
-    for name in LENGTH_WORKLOADS:
-        with progress(f"{name:<8}", 3 * batches + 2 * looked_at) as advance:
-            make = functools.partial(build_lengths, name)
-            outcomes[name] = compare_lengths(make, batches=batches, looked_at=looked_at, advance=advance)
+
+def run_lengths(*, quick: bool = False, only: Collection[str] = (), parts: Path | None = None) -> LengthSuite:
+    """Measure everything, or some parts, reporting progress on stderr. Parts that the folder `parts` has are read from
+    there, and others are written to it as soon as they are done."""
+    suite = LengthSuite(this_machine(), quick, QUICK_BATCHES if quick else BATCHES, {})
+    for part in PARTS:
+        if only and part not in only:
+            continue
+        known = None if parts is None else _read(parts, part, suite)
+        if known is not None:
+            print(f"{part:<8} read from {parts}", file=sys.stderr)
+            suite = suite.plus(part, known)
+            continue
+        total, run = _work(part, quick=quick)
+        try:
+            with progress(f"{part:<8}", total) as advance:
+                found = run(advance)
+        except Exception as error:
+            why = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
+            print(f"{part:<8} failed: {why}", file=sys.stderr)
+            suite = dataclasses.replace(suite, failures={**suite.failures, part: why})
+        else:
+            suite = suite.plus(part, found)
+            if parts is not None:
+                _write(parts, part, suite, found)
         torch.compiler.reset()
         gc.collect()
-    return LengthSuite(this_machine(), quick, batches, outcomes)
+    return suite
 
 
-def compare_lengths(
-    make: Callable[[], LengthWorkload],
-    *,
-    batches: int,
-    looked_at: int,
-    advance: Callable[[str], None] = lambda note: None,
-) -> LengthOutcome:
-    """All systems on one workload."""
-    eager, planned = make(), make()
-    draw = random.Random(0)
-    lengths = [draw.randint(*planned.lengths) for _ in range(batches)]
-    distinct = sorted(set(lengths))
-    with _empty_caches():
-        encore.compile(planned.model, budget=BUDGET)
-        seconds = [_step(planned, length, advance) for length in lengths]
-        compiled, compiled_seconds, why = _compiled(make(), lengths, PATIENCE * sum(seconds), advance)
-        known = {"eager": eager, "Encore": planned} | ({} if compiled is None else {"torch.compile": compiled})
-        again = {system: [_trainee(one, length).timed for length in distinct] for system, one in known.items()}
-        rounds = {system: dict[int, float]() for system in known}
-        for place, length in enumerate(distinct):
-            times = interleaved_times({system: steps[place] for system, steps in again.items()}, ROUNDS)
-            for system, found in times.items():
-                rounds[system][length] = statistics.median(found)
-            advance(f"length {length} again")
-        chosen = [distinct[place * (len(distinct) - 1) // (looked_at - 1)] for place in range(looked_at)]
-        peaks = [_peaks(planned, length) for length in chosen]
-        errors = [_gradient_error(make, eager, planned, length) for length in chosen]
-        singles = [_against_single(make, planned, length, advance) for length in chosen]
-    costs = _new_costs(lengths, seconds, rounds["Encore"])
-    mine, theirs = ([rounds[system][length] for length in distinct] for system in ("Encore", "eager"))
-    session = compiled_call(planned.model).session
-    return LengthOutcome(
-        distinct=len(distinct),
-        whole=planned.whole,
-        first=seconds[0],
-        new=statistics.median(costs),
-        slowest=max(costs),
-        total=sum(seconds),
-        compiled_total=None if compiled_seconds is None else sum(compiled_seconds),
-        compiled_failed=why,
-        eager_total=sum(rounds["eager"][length] for length in lengths),
-        again=median_ratio(mine, theirs),
-        again_spread=ratio_spread(mine, theirs),
-        compiled_again=median_ratio(list(rounds["torch.compile"].values()), theirs) if compiled else None,
-        single=statistics.median(singles),
-        single_spread=(min(singles), max(singles)),
-        kept=sum(is_kept for is_kept, _ in peaks),
-        looked_at=len(peaks),
-        apart=max(apart for _, apart in peaks),
-        least_apart=min(apart for _, apart in peaks),
-        gradient_error=max(errors),
-        late_kernels=sum(graph.kernels_compiled for graph in session.graphs[FAMILIAR:]) if planned.whole else 0,
-    )
+def _work(part: str, *, quick: bool) -> tuple[int, Callable[[Advance], Outcome]]:
+    """How many pieces of work a part has, about, and what runs it."""
+    if part == "epoch":
+        sizes = QUICK if quick else EpochSizes()
+        corpus = zipf_corpus(texts=sizes.texts, batch_size=sizes.batch_size, longest=sizes.longest)
+        return 2 * len(corpus.batches), functools.partial(run_epoch, sizes)
+    if part == "shapes":
+        count = QUICK_SHAPES if quick else SHAPES
+        return count, functools.partial(run_shapes, count)
+    batches, looked_at = (QUICK_BATCHES, QUICK_LOOKED_AT) if quick else (BATCHES, LOOKED_AT)
+    make = functools.partial(build_lengths, part)
+
+    def compare(advance: Advance) -> LengthOutcome:
+        return compare_lengths(make, batches=batches, looked_at=looked_at, advance=advance)
+
+    return 3 * batches + 2 * looked_at, compare
 
 
-def _new_costs(lengths: list[int], seconds: list[float], later: dict[int, float]) -> list[float]:
-    """What each new length but the first costs beyond a later step of it."""
-    seen, costs = {lengths[0]}, []
-    for length, spent in zip(lengths, seconds, strict=True):
-        if length not in seen:
-            seen.add(length)
-            costs.append(max(0.0, spent - later[length]))
-    return costs
+def _head(suite: LengthSuite) -> dict[str, Any]:
+    """What parts of one suite have in common."""
+    machine = json.loads(json.dumps(dataclasses.asdict(suite.machine)))
+    machine.pop("date", None)
+    return {suite.layout.name: suite.layout.version, "quick": suite.quick, "machine": machine}
 
 
-@contextlib.contextmanager
-def _empty_caches() -> Iterator[None]:
-    names = ("ENCORE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-    before = {name: os.environ.get(name) for name in names}
-    torch.compiler.reset()
-    with tempfile.TemporaryDirectory(prefix="encore-lengths-", ignore_cleanup_errors=True) as folder:
-        os.environ.update({name: str(Path(folder) / name) for name in names})
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+def _write(folder: Path, part: str, suite: LengthSuite, found: Outcome) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / f"{part}.json", json.dumps({**_head(suite), part: dataclasses.asdict(found)}, indent=2) + "\n")
 
 
-def _trainee(workload: LengthWorkload, length: int) -> Trainee:
-    call = functools.partial(_seeded, workload)
-    return Trainee(call, workload.batch(length), closed_over=tuple(workload.model.parameters()))
-
-
-def _seeded(workload: LengthWorkload, *batch: torch.Tensor) -> torch.Tensor:
-    random.seed(0)
-    return workload.forward(workload.model, *batch)
-
-
-def _step(workload: LengthWorkload, length: int, advance: Callable[[str], None]) -> float:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Dynamo does not know how to trace the builtin")
-        spent = _trainee(workload, length).timed()
-    advance(f"length {length}: {spent:.2f} s")
-    return spent
-
-
-def _compiled(
-    workload: LengthWorkload, lengths: list[int], patience: float, advance: Callable[[str], None]
-) -> tuple[LengthWorkload | None, list[float] | None, str]:
-    """The model by `torch.compile(dynamic=True)`, and the seconds of its steps; or why it fails."""
-    torch._dynamo.config.allow_rnn = True
-    workload.model.compile(dynamic=True)
-    seconds: list[float] = []
-    try:
-        for length in lengths:
-            seconds.append(_step(workload, length, advance))
-            if sum(seconds) > patience:
-                return None, None, f"{seconds_text(sum(seconds))} for {len(seconds)} batches, then stopped"
-        return workload, seconds, ""
-    except Exception as error:
-        return None, None, f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:100]}"
-    finally:
-        torch._dynamo.config.allow_rnn = False
-
-
-def _peaks(planned: LengthWorkload, length: int) -> tuple[bool, float]:
-    """Whether the measured peak of a length is within its budget, and how far the predicted one is above it."""
-    one = _trainee(planned, length)
-    one.timed()
-    measured = one.measured().step_peak
-    session = compiled_call(planned.model).session
-    session.step.begin()
-    report, program = encore.report(planned.model), session.step.last
-    limit = session.last_step[-1].limit if program is None else program.limit
-    return limit is None or report.resident + measured <= limit, report.planned.step_peak / measured - 1
-
-
-def _gradient_error(
-    make: Callable[[], LengthWorkload], eager: LengthWorkload, planned: LengthWorkload, length: int
-) -> float:
-    exact = make()
-    exact.model.double()
-    gradients = []
-    for one in (exact, eager, planned):
-        trainee = _trainee(one, length)
-        if one is exact:
-            trainee = Trainee(
-                trainee.model,
-                tuple(part.double() if part.is_floating_point() else part for part in trainee.args),
-                closed_over=trainee.closed_over,
-            )
-        trainee.timed()
-        gradients.append(trainee.gradients())
-    truth, plain, mine = gradients
-    return relative_distance(mine, truth) / max(relative_distance(plain, truth), 1e-12)
-
-
-def _against_single(
-    make: Callable[[], LengthWorkload], planned: LengthWorkload, length: int, advance: Callable[[str], None]
-) -> float:
-    """Step times over those of a copy that has seen this one length: the median of the rounds' ratios."""
-    single = make()
-    encore.compile(single.model, budget=BUDGET)
-    steps = {"all": _trainee(planned, length).timed, "one": _trainee(single, length).timed}
-    for _ in range(4):
-        steps["one"]()
-    times = interleaved_times(steps, SINGLE_ROUNDS)
-    advance(f"length {length} alone")
-    return median_ratio(times["all"], times["one"])
+def _read(folder: Path, part: str, suite: LengthSuite) -> Outcome | None:
+    """A part that was measured before, by the same code on the same machine."""
+    path = folder / f"{part}.json"
+    if not path.exists():
+        return None
+    told = json.loads(path.read_text())
+    if {name: told.get(name) for name in _head(suite)} != _head(suite):
+        print(f"{part:<8} in {folder} is of another machine, commit or size, and is measured again", file=sys.stderr)
+        return None
+    kind = {"epoch": EpochOutcome, "shapes": ShapeMemory}.get(part, LengthOutcome)
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in told[part].items()}
+    return kind(**values)  # type: ignore[no-any-return, operator]

@@ -77,6 +77,8 @@ class Suite:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """More arguments of `run`."""
     takes_minutes: bool = False
+    parts: tuple[str, ...] = ()
+    """If it can run a part alone and continue a run: the names of its parts. `run` takes `only` and `parts`, then."""
 
 
 def _draw_grids(found: layers.LayerSuite) -> Figure:
@@ -97,7 +99,7 @@ def _contest(name: str) -> Suite:
 SUITES: dict[str, Suite] = {
     "spine": Suite(spine.run_spine, spine.SpineSuite, spine_table),
     "steps": Suite(steps.run_steps, steps.StepSuite, steps_table),
-    "lengths": Suite(lengths.run_lengths, lengths.LengthSuite, lengths_table),
+    "lengths": Suite(lengths.run_lengths, lengths.LengthSuite, lengths_table, parts=lengths.PARTS),
     "fast": Suite(fast.run_fast, fast.FastSuite, fast_table),
     "plan": Suite(plan.run_plan, plan.PlanSuite, plan_table, lambda found: plots.budgets(found.budgets)),
     "echo": _contest("echo"),
@@ -149,10 +151,20 @@ def docs_page(name: str) -> Path:
     return Path("docs") / f"benchmarks-{name}.md"
 
 
-def run(name: str, *, quick: bool, minutes: float | None = None) -> Results:
-    """Run one suite; one that takes minutes in about so many."""
+def run(
+    name: str,
+    *,
+    quick: bool,
+    minutes: float | None = None,
+    only: tuple[str, ...] = (),
+    parts: Path | None = None,
+) -> Results:
+    """Run one suite: one that takes minutes in about so many, and of one that has parts those that are asked for, which
+    are kept in a folder."""
     suite = SUITES[name]
-    limit = {"minutes": minutes} if suite.takes_minutes else {}
+    limit: dict[str, Any] = {"minutes": minutes} if suite.takes_minutes else {}
+    if suite.parts:
+        limit |= {"only": only, "parts": parts}
     started = time.perf_counter()
     found = suite.run(quick=quick, **suite.options, **limit)
     found = dataclasses.replace(found, seconds=time.perf_counter() - started)

@@ -217,6 +217,7 @@ def _views_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Editor, "_move_views", lambda *_: None)
     monkeypatch.setattr("encore.rewrite.passes.verify_graph", lambda graph: None)
     monkeypatch.setattr("encore.compiler.pipeline.verify_graph", lambda graph: None)
+    monkeypatch.setattr("encore.compiler.lowered_plan.verify_graph", lambda graph: None)
 
 
 @pytest.mark.usefixtures("_views_left_behind")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 from torch import nn
@@ -17,7 +19,9 @@ from encore.compiler.copies import CompiledMark
 from encore.compiler.device_estimate import DeviceEstimate
 from encore.compiler.device_step import run_device_step
 from encore.compiler.estimate import Estimate
+from encore.compiler.largest_sizes import LargestSizes
 from encore.compiler.recording import Recording
+from encore.compiler.session import Arguments
 from encore.compiler.summary import report_of
 from encore.compiler.twin import fake_twin
 from encore.devices import DeviceProfile, find_profile
@@ -49,8 +53,9 @@ def compile(model: Model | None = None, **options: Any) -> Any:
     offloaded to ("disk"); `optimizer` or `resident` add bytes that stay allocated during the step; `strict=True` raises
     `BudgetExceededError` after a step that took more than its budget, where a warning is the default; `largest`, an
     example of the largest batch (a tensor, a tuple of arguments or a dict; tensors may be on the meta device), raises
-    `BudgetError` at once if that batch cannot fit, and makes percentages those of its step; `lowering`,
-    `skip`, `recompile_limit`: see `encore.options.Options`.
+    `BudgetError` at once if that batch cannot fit, and makes percentages those of its step; its sizes alone, such as
+    `{"words": (32, 512)}` or `{1: 512}`, do so when the first batch comes, before its step; `lowering`, `skip`,
+    `recompile_limit`: see `encore.options.Options`.
     """
     checked = make_options(options)
     largest = options.get("largest")
@@ -58,35 +63,82 @@ def compile(model: Model | None = None, **options: Any) -> Any:
         return lambda later: compile(later, **options)
     if not callable(model):
         raise OptionError(f"encore.compile takes a module or a function, not {type(model).__name__}")
-    if not isinstance(model, nn.Module):
+    if isinstance(model, nn.Module):
+        _require_trainable(model)
+    sizes = LargestSizes.read(largest)
+    if sizes is None:
         checked = _for_largest(model, checked, largest)
-        return CompiledCall(model, Session(getattr(model, "__qualname__", repr(model)), checked))
-    _require_trainable(model)
-    checked = _for_largest(model, checked, largest)
-    _compile_module(model, Session(type(model).__name__, checked))
+    else:
+        sizes.require_parameters(_called(model))
+    session = Session(_name(model), checked)
+    session.on_first_batch = None if sizes is None else functools.partial(_check_largest, sizes)
+    if not isinstance(model, nn.Module):
+        return CompiledCall(model, session)
+    _compile_module(model, session)
     return model
 
 
 def _for_largest(model: Callable[..., Any], options: Options, batch: Any) -> Options:
+    """The options with a percentage as budget in bytes, for an example of the largest batch."""
+    if batch is None or options.budget is None:
+        return options
+    return _within_budget(_name(model), options, model, *arguments_of(batch, "largest= is a"))
+
+
+def _check_largest(sizes: LargestSizes, session: Session, first: Arguments) -> None:
+    """Do the same for a batch that has these sizes, and all else from the first batch."""
+    call, args, kwargs = first
+    args, kwargs, shapes = sizes.batch(call, args, kwargs)
+    owner = getattr(call, "__self__", None)
+    if isinstance(owner, nn.Module) and call.__name__ == "_call_impl":
+        call = owner
+    with _named_shapes(shapes):
+        session.options = _within_budget(session.name, session.options, call, args, kwargs, shapes)
+
+
+@contextlib.contextmanager
+def _named_shapes(shapes: str) -> Iterator[None]:
+    """Add the shapes of a batch that was made from sizes to errors of it."""
+    try:
+        yield
+    except OptionError as error:
+        raise OptionError(
+            f"the largest batch (largest=), with {shapes}: {error}. Sizes that largest= does not have stay as they are"
+        ) from error
+
+
+def _within_budget(
+    name: str,
+    options: Options,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shapes: str = "largest=",
+) -> Options:
     """The options with a percentage as budget in bytes, for the largest batch, which is estimated; raises `BudgetError`
     if no plan of it is within the budget."""
     budget = options.budget
-    if batch is None or budget is None:
-        return options
-    args, kwargs = arguments_of(batch, "largest= is a")
-    found = estimate_with(dataclasses.replace(options, budget=None), model, args, kwargs)
+    assert budget is not None, "largest= is not accepted without one"
+    found = estimate_with(dataclasses.replace(options, budget=None), call, args, kwargs)
     if budget.share is not None:
         budget = Budget(bytes=budget.resolve(found.taken_unplanned))
     try:
         planned = found.plan(budget)
     except BudgetError as error:
-        message = f"the largest batch of {_name(model)} (largest=): {error.message}"
+        message = f"the largest batch of {name} ({shapes}): {error.message}"
         raise BudgetError(message, floor=error.floor, pins=error.pins, remedies=error.remedies) from None
     log.info(
-        "the largest batch of %s takes %s unplanned and %s planned",
-        _name(model), bytes_text(found.taken_unplanned), bytes_text(planned.resident + planned.planned.step_peak),
+        "the largest batch of %s (%s) needs %s, and %s with everything kept",
+        name, shapes, bytes_text(planned.resident + planned.planned.step_peak), bytes_text(found.taken_unplanned),
     )  # fmt: skip
     return dataclasses.replace(options, budget=budget)
+
+
+def _called(model: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """What users call of a model."""
+    if not isinstance(model, nn.Module):
+        return [model]
+    return [model.forward, *([_plain(model.training_step)] if _trains_by_method(model) else [])]
 
 
 def _compile_module(model: nn.Module, session: Session) -> None:
@@ -197,20 +249,32 @@ def estimate(
     PyTorch reserves on that GPU, which need not be here, and whether it fits; `optimizer`, a class, a name or an
     instance, is part of it.
 
-    With `largest`, an example of the largest batch as in `encore.compile`, that batch is estimated, too
+    With `largest`, an example of the largest batch or its sizes as in `encore.compile`, that batch is estimated, too
     (`Estimate.largest`): percentages are of its step, and a budget fits if both batches fit it.
     """
     if device is None:
         found = estimate_with(make_options({}), model, args, kwargs)
         if largest is not None:
-            other = estimate_with(make_options({}), model, *arguments_of(largest, "largest= is a"))
-            found = dataclasses.replace(found, largest=other)
+            found = dataclasses.replace(found, largest=_estimated_largest(model, args, kwargs, largest))
         return found if optimizer is None else found.beside(optimizer=optimizer)
     if largest is not None:
         raise OptionError("largest= and device= exclude each other; call encore.estimate(model, *largest, device=...)")
     profile, plain = find_profile(device), _plain(model)
     step = run_device_step(plain, args, kwargs, profile, optimizer)
     return DeviceEstimate(_name(plain), profile, step, lambda: estimate_with(make_options({}), plain, args, kwargs))
+
+
+def _estimated_largest(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], largest: Any
+) -> Estimate:
+    """The estimate of the largest batch: an example, or sizes of a batch like this one."""
+    sizes = LargestSizes.read(largest)
+    if sizes is None:
+        return estimate_with(make_options({}), model, *arguments_of(largest, "largest= is a"))
+    sizes.require_parameters(_called(_plain(model)))
+    args, kwargs, shapes = sizes.batch(_plain(model), args, kwargs)
+    with _named_shapes(shapes):
+        return estimate_with(make_options({}), model, args, kwargs)
 
 
 def estimate_with(

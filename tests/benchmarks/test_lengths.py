@@ -8,7 +8,8 @@ import json
 import pytest
 import torch
 
-from benchmarks.lengths import LengthSuite, compare_lengths
+from benchmarks.lengths import LengthSuite
+from benchmarks.lengths_compared import compare_lengths
 from benchmarks.lengths_table import page, render
 from benchmarks.workloads.lengths import LENGTH_WORKLOADS, build_lengths
 from encore.errors import OptionError

@@ -97,7 +97,7 @@ def tiny_step(name: str, lowering: str) -> TinyStep:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("encore.lower.codegen.callable_for", marked(encore.lower.calls.callable_for))
-        patch.setattr("encore.compiler.pipeline.lower", with_marked_kernels)
+        patch.setattr("encore.compiler.lowered_plan.lower", with_marked_kernels)
         encore.compile(model, lowering=lowering, overhead=0.0)
         step()
         model.zero_grad()

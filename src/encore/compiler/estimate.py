@@ -17,6 +17,7 @@ from encore.options import Budget, Options, make_options, parse_budget
 from encore.plan import Plan, choose, stack_plans, worth_having
 from encore.reports.points import Curve
 from encore.reports.report import Prediction, Report
+from encore.units import bytes_text
 
 LOSS_OUTSIDE = "the loss is outside of the model, and what it allocates is not in this estimate"
 
@@ -148,7 +149,10 @@ class Estimate:
         return budget.of_step(_total_of(unplanned, self.options))
 
     def __str__(self) -> str:
-        return str(self.report)
+        if self.largest is None:
+            return str(self.report)
+        needs = f"at least {bytes_text(self.largest.floor)}, and {bytes_text(self.largest.taken_unplanned)}"
+        return f"{self.report}\nthe largest batch needs {needs} with everything kept"
 
 
 def _report_of(name: str, step: StepPlans, options: Options) -> Report:

@@ -34,6 +34,9 @@ from encore.plan import Candidate, Plan
 from encore.tiers import FOR_STEPS, Tier
 from encore.tiers.disk import default_folder
 
+Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A callable, and what it is called with."""
+
 
 class Mode(enum.Enum):
     """What graphs are compiled for."""
@@ -122,6 +125,9 @@ _clock = _StepClock()
 class Session:
     """The compiled graphs of one model. Each forward notes itself, so that the report knows what makes up a step."""
 
+    on_first_batch: Callable[[Session, Arguments], None] | None = None
+    """What the first batch is needed for before the training begins."""
+
     def __init__(self, name: str, options: Options, *, mode: Mode = Mode.RUN, one_graph: bool = False) -> None:
         self.name = name
         self.mode = mode
@@ -171,7 +177,7 @@ class Session:
         self.why_plain = ""
         """Why calls that lead to gradients ran as plain PyTorch, if any did."""
         self._calls_running = 0
-        self.started: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
+        self.started: Arguments | None = None
         """The call of the model that runs, with its arguments, until a graph of it has been captured."""
         self.born = next(_births)
         self.last_step_number = -1
@@ -270,6 +276,9 @@ class Session:
         if self.bypass is not None:
             self.bypass.stop()
         if self._calls_running == 0:
+            if self.on_first_batch is not None:
+                self.on_first_batch(self, (call, args, kwargs))
+                self.on_first_batch = None
             self.begin_call()
             self.started = (call, args, kwargs)
         self.calls += 1
@@ -288,7 +297,9 @@ class Session:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """A copy of a model is compiled by itself, with the same options."""
-        return Session(self.name, self.options)
+        copied = Session(self.name, self.options)
+        copied.on_first_batch = self.on_first_batch
+        return copied
 
     def is_whole(self, traced: Sequence[CodeType]) -> bool:
         """Return whether a graph that was traced from this code, the outermost first, is all of the model."""

@@ -70,7 +70,7 @@ def _is_shape(size: Any) -> bool:
 def named_sizes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """Return a name for each of the sizes, by the parameters of the function."""
     walk = _SizesWalk(names=[])
-    walk.through(zip(_parameters(function, len(args)), args, strict=True), kwargs)
+    walk.through(zip(parameter_names(function, len(args)), args, strict=True), kwargs)
     assert walk.names is not None
     return walk.names
 
@@ -125,8 +125,8 @@ def _inside(thing: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _parameters(function: Callable[..., Any], count: int) -> list[str]:
-    """Names for so many positional arguments of a function; of a module, those of its `forward`."""
+def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
+    """Return names for so many positional arguments of a function; of a module, those of its `forward`."""
     owner = getattr(function, "__self__", function)
     called = owner.forward if isinstance(owner, torch.nn.Module) else function
     try:
