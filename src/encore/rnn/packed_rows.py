@@ -28,8 +28,14 @@ def _run_outside(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-_outside = torch.compiler.disable(_run_outside, reason=DEPENDS_ON_DATA)
-"""Dynamo ends its graph where this is called, and traces nothing that runs inside."""
+_outside = _run_outside
+
+
+def end_graphs_at_reads() -> None:
+    """Have Dynamo end its graph where `_outside` is called, and trace nothing that runs inside. This imports Dynamo:
+    `capture/packing.py` calls it, without which no rows are made."""
+    global _outside
+    _outside = torch.compiler.disable(_run_outside, reason=DEPENDS_ON_DATA)
 
 
 def _sizes_reached(numbers: Tensor) -> Tensor:
