@@ -1,12 +1,14 @@
-"""`import encore` loads PyTorch and two small modules; everything else is imported where it is first used."""
+"""`import encore` loads PyTorch and three small modules; everything else is imported where it is first used."""
 
 from __future__ import annotations
 
 import ast
 import json
 import pickle
+import re
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +16,7 @@ from types import ModuleType
 import pytest
 
 import encore
+from encore.torch_version import NEWEST, OLDEST, check_torch
 
 PACKAGE = Path(encore.__file__).parent
 HEAVY = {
@@ -49,8 +52,8 @@ def loaded() -> dict[str, set[str]]:
     return {use: set(modules) for use, modules in json.loads(run(USES)).items()}
 
 
-def test_importing_encore_adds_two_modules(loaded: dict[str, set[str]]) -> None:
-    assert loaded["encore"] - loaded["torch"] == {"encore", "encore.errors"}
+def test_importing_encore_adds_three_modules(loaded: dict[str, set[str]]) -> None:
+    assert loaded["encore"] - loaded["torch"] == {"encore", "encore.errors", "encore.torch_version"}
 
 
 @pytest.mark.parametrize("use", ["encore.nn", "other rooms"])
@@ -67,7 +70,7 @@ def listed_for_checkers() -> dict[str, str]:
 
 def test_every_public_name_is_what_type_checkers_see() -> None:
     listed = listed_for_checkers()
-    assert sorted(listed) == sorted(encore.__all__)
+    assert sorted(listed) == sorted([*encore.__all__, "check_torch"])
     for name, module in listed.items():
         found = getattr(encore, name)
         home = import_module(module)
@@ -114,3 +117,35 @@ def test_unpickling_imports_what_it_needs(tmp_path: Path) -> None:
     file = tmp_path / "model.pkl"
     file.write_bytes(pickle.dumps((encore.nn.LSTM(2, 3), encore.BudgetError("too small", floor=7))))
     assert run(UNPICKLE, str(file)).split() == ["encore.rnn.modules", "BudgetError", "7"]
+
+
+OLDER = """
+import torch
+torch.__version__ = "2.12.1"
+try:
+    import encore
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_another_version_of_pytorch_is_an_error_at_import() -> None:
+    message = run(OLDER)
+    assert "works with PyTorch 2.13 to 2.15, and PyTorch 2.12.1 is installed" in message
+    assert "pip install 'torch>=2.13,<2.16'" in message
+
+
+@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.14.1", "2.15.0.dev20261001+cu132"])
+def test_these_versions_of_pytorch_are_accepted(version: str) -> None:
+    check_torch(version)
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.12.1+cpu", "2.16.0", "2.130.0", "3.0.0"])
+def test_other_versions_of_pytorch_are_rejected(version: str) -> None:
+    with pytest.raises(encore.UnsupportedTorchError, match=f"PyTorch {re.escape(version)} is installed"):
+        check_torch(version)
+
+
+def test_the_package_depends_on_the_same_versions() -> None:
+    project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())
+    assert f"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}" in project["project"]["dependencies"]

@@ -8,6 +8,8 @@ Each name is imported when it is first used: `import encore` loads PyTorch, and 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from encore.errors import (
     BudgetError,
     BudgetExceededError,
@@ -18,8 +20,10 @@ from encore.errors import (
     PlanError,
     ReplayError,
     TierError,
+    UnsupportedTorchError,
     VerificationError,
 )
+from encore.torch_version import check_torch
 
 if TYPE_CHECKING:
     from encore import bptt, devices, nn, tiers
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from encore.verification import verify
 
 __version__ = "0.1.0"
+check_torch(torch.__version__)
 __all__ = [
     "BudgetError",
     "BudgetExceededError",
@@ -54,6 +59,7 @@ __all__ = [
     "SavedPlan",
     "ScanReport",
     "TierError",
+    "UnsupportedTorchError",
     "Verification",
     "VerificationError",
     "bptt",

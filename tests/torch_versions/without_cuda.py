@@ -1,8 +1,8 @@
-"""Let PyTorch's CUDA build load where CUDA's libraries are not installed: `python tests/torch_versions/without_cuda.py`.
+"""Let PyTorch's CUDA build load where CUDA's libraries are not installed.
 
-The package registry's plain wheel of PyTorch is the CUDA build, which links to five gigabytes of libraries. For tests on
-the CPU, libraries of the same names with the same symbols take their place, next to PyTorch's own: every function says
-that there is no device.
+The package registry's plain wheel of PyTorch is the CUDA build, which links to gigabytes of libraries. For tests on the
+CPU, libraries of the same names with the same symbols take their place, next to PyTorch's own: every function says that
+there is no device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ NO_DEVICE = 100
 
 
 def lines(*command: object) -> Iterator[str]:
-    yield from subprocess.run(map(str, command), capture_output=True, text=True, check=True).stdout.splitlines()
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True)
+    yield from done.stdout.splitlines()
 
 
 def linked(library: Path) -> set[str]:

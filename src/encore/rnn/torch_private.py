@@ -27,8 +27,6 @@ __all__ = [
 
 BelowAutograd = _C._AutoDispatchBelowAutograd
 """A context in which operators record nothing for autograd."""
-APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-"""What runs a `torch.autograd.Function`."""
 _WITH_KERNEL = (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)
 
 
