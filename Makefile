@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test test-all test-cuda bench lint clean
+.PHONY: install demo test test-all test-cuda test-torch bench lint clean
 
 install: $(STAMP)
 
@@ -37,6 +37,24 @@ test-cuda: $(CUDA_STAMP)
 	env $$($(CUDA_VENV)/bin/python tests/nullcuda/build.py $(CUDA_VENV)/nullcuda) PYTHONPATH=src \
 	    $(CUDA_VENV)/bin/python -m pytest -q -m nullcuda tests/nullcuda
 
+# A smoke suite with another version of PyTorch, on the CPU, in an environment of its own (1.6 GB). The registry's plain
+# wheel is the CUDA build: libraries that answer "no device" take the place of CUDA's.
+VERSION ?= 2.15.0
+TORCH_VENV := .venv-torch-$(VERSION)
+TORCH_STAMP := $(TORCH_VENV)/.installed
+
+$(TORCH_STAMP): pyproject.toml tests/torch_versions/without_cuda.py
+	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV) || python3 -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet --no-deps 'torch===$(VERSION)'
+	$(TORCH_VENV)/bin/python -m pip install --quiet filelock typing-extensions 'setuptools>=77' sympy networkx jinja2 fsspec \
+	    numpy rich matplotlib pytest hypothesis
+	$(TORCH_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(TORCH_VENV)/bin/python tests/torch_versions/without_cuda.py
+	touch $(TORCH_STAMP)
+
+test-torch: $(TORCH_STAMP)
+	$(TORCH_VENV)/bin/python -m pytest -q tests/torch_versions tests/test_import.py tests/test_readme.py
+
 bench: install
 	for suite in spine steps lengths fast echo gist rnn rnn-workloads plan accuracy devices bptt; do $(BIN)/python -m benchmarks $$suite || exit 1; done
 
@@ -46,4 +64,4 @@ lint: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(CUDA_VENV) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(CUDA_VENV) .venv-torch-* build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

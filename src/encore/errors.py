@@ -31,6 +31,10 @@ class MissingPackageError(EncoreError, ImportError):
     """An optional feature needs a package that is not installed; the message names the extra."""
 
 
+class UnsupportedTorchError(EncoreError, ImportError):
+    """The PyTorch that is installed is older or newer than those that Encore works with."""
+
+
 class NeverRunError(EncoreError):
     """No training step has run yet."""
 

@@ -6,16 +6,20 @@ import contextlib
 import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+# rich is imported where it is used first: it takes a tenth of a second, and most runs print no table.
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 WIDEST = 220
 
 
 def terminal_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: int) -> str:
     """A table whose first columns are words, and the others figures."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     for position, column in enumerate(columns):
         table.add_column(column, justify="right" if position >= words else "left", no_wrap=True)
@@ -50,6 +54,9 @@ def progress(label: str, total: int, *, lines: bool = True, done: int = 0) -> It
 def notes(label: str) -> Iterator[Advance]:
     """Like `progress`, for an unknown amount of work: show the last note and the time."""
     if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
         columns = (TextColumn("{task.description}"), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as line:
             task = line.add_task(label, total=None, note="")
@@ -60,6 +67,9 @@ def notes(label: str) -> Iterator[Advance]:
 
 
 def _bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

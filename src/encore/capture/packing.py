@@ -26,8 +26,10 @@ from torch.nn.utils.rnn import PackedSequence
 from encore.capture import torch_private
 from encore.capture.torch_private import Replacement
 from encore.graph.torch_private import pytree
-from encore.rnn.packed_rows import BatchSizes, CapturedSequence, PackedRows, block_of
+from encore.rnn.packed_rows import BatchSizes, CapturedSequence, PackedRows, block_of, end_graphs_at_reads
 from encore.rnn.sequence import can_walk
+
+end_graphs_at_reads()
 
 
 class PackingSession(Protocol):

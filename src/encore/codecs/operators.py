@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from encore.codecs.layout import elements_of, gathered_bytes, layout_like, layout_of
-from encore.codecs.torch_private import OpOverload
+from encore.codecs.torch_private import OpOverload, untraced
 from encore.errors import OptionError, listed
 
 _library = torch.library.Library("encore", "FRAGMENT")
@@ -27,7 +27,7 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], works
     name = schema.partition("(")[0]
     _library.define(schema)
     # Dynamo would trace into the kernel where a compiled graph calls it.
-    _library.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")
+    _library.impl(name, untraced(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"encore::{name}", fake, lib=_library)
     overload: OpOverload = getattr(torch.ops.encore, name).default
     WORKSPACES[overload] = workspace

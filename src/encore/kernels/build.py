@@ -20,7 +20,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch.utils import cpp_extension
 
 from encore.cached_files import (
     CachedFileError,
@@ -79,6 +78,8 @@ def compile_command() -> list[str]:
     if not compiler[0] or not shutil.which(compiler[0]):
         raise BuildError(f"there is no C++ compiler ({compiler[0] or 'c++, g++ or clang++'} is not on the path)")
     vector = VECTOR_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())
+    from torch.utils import cpp_extension  # here: it imports setuptools
+
     includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     flags = ["-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-w", *vector]

@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from encore.codecs import CODECS, Share
 from encore.units import bytes_text
 
@@ -174,6 +171,9 @@ def _decisions(report: Report) -> str:
         return ""
     rows = [row for row, _, _ in folded]
     columns = [column for column in COLUMNS if column.shown(rows)]
+    from rich.console import Console  # here: most runs print no report
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column.heading, justify="right" if column.right else "left", overflow="fold")

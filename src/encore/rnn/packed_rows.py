@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from encore.errors import OperandError
-from encore.rnn.torch_private import APPLY, layer_function, pytree
+from encore.rnn.torch_private import layer_function, pytree
 
 LAYERS = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
 """PyTorch's functions for recurrent layers, and how many states they have."""
@@ -28,8 +29,14 @@ def _run_outside(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-_outside = torch.compiler.disable(_run_outside, reason=DEPENDS_ON_DATA)
-"""Dynamo ends its graph where this is called, and traces nothing that runs inside."""
+_outside = _run_outside
+
+
+def end_graphs_at_reads() -> None:
+    """Have Dynamo end its graph where `_outside` is called, and trace nothing that runs inside. This imports Dynamo:
+    `capture/packing.py` calls it, without which no rows are made."""
+    global _outside
+    _outside = torch.compiler.disable(_run_outside, reason=DEPENDS_ON_DATA)
 
 
 def _sizes_reached(numbers: Tensor) -> Tensor:
@@ -53,12 +60,29 @@ def _check_not_a_constant(rows: PackedRows) -> None:
     a constant."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is APPLY and any(argument is rows for argument in frame.f_locals["args"]):
+        if any(argument is rows for argument in _arguments(frame)) and frame.f_code in _codes_of_functions():
             raise OperandError(
                 "a torch.autograd.Function was given the rows of a PackedSequence, taken out by unpacking or by index: "
                 "in a compiled model they are no torch.Tensor there, and would get no gradient; pass packed.data"
             )
         frame = frame.f_back
+
+
+def _arguments(frame: FrameType) -> list[Any]:
+    """The arguments that a frame was called with, and the elements of those that are tuples."""
+    found = inspect.getargvalues(frame)
+    named = (found.locals.get(name) for name in (*found.args, found.varargs or ""))
+    return [one for argument in named for one in (argument if type(argument) is tuple else (argument,))]
+
+
+def _codes_of_functions() -> set[Any]:
+    """The code of every subclass of `torch.autograd.Function` that runs when it is applied."""
+    found, kinds = set(), [torch.autograd.Function]
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        found |= {getattr(method, "__code__", None) for method in (kind.forward, kind.setup_context)}
+    return found
 
 
 def _run_on_tensors(function: Any, args: Any, kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 from encore.errors import OperandError
 from encore.rnn.registry import MADE_UP, WORKSPACES, define
 from encore.rnn.sequence import fill_sizes
-from encore.rnn.torch_private import check_packed_lengths
+from encore.rnn.torch_private import check_packed_lengths, untraced
 
 _library = torch.library.Library("encore", "FRAGMENT")
 
@@ -126,7 +126,7 @@ def _small(schema: str, run: Any, fake: Any, workspace: Any, tags: tuple[Any, ..
     """Define an operator without a derivative."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=tags)
-    _library.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")
+    _library.impl(name, untraced(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"encore::{name}", fake, lib=_library)
     WORKSPACES[getattr(torch.ops.encore, name).default] = workspace
 

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from encore.rnn.torch_private import BelowAutograd, any_requires_grad, below_autograd, dynamo_is_active, is_plain
+from encore.rnn.torch_private import (
+    BelowAutograd,
+    any_requires_grad,
+    below_autograd,
+    dynamo_is_active,
+    is_plain,
+    untraced,
+)
 
 _library = torch.library.Library("encore", "FRAGMENT")
 
@@ -32,7 +39,7 @@ def define(
     name = schema.partition("(")[0]
     _library.define(schema)
     operator = getattr(torch.ops.encore, name).default
-    kernel = _untraced(run)
+    kernel = untraced_kernel(run)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"encore::{name}", fake, lib=_library)
     _library.impl(name, _differentiable(operator, kernel, differentiate, save), "Autograd", with_keyset=True)
@@ -40,9 +47,9 @@ def define(
         WORKSPACES[operator] = workspace
 
 
-def _untraced(run: Callable[..., Any]) -> Callable[..., Any]:
+def untraced_kernel(run: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel, which Dynamo would trace into when a compiled graph calls it."""
-    disabled = torch.compiler.disable(run)
+    disabled = untraced(run)
 
     def kernel(*args: Any) -> Any:
         return (disabled if dynamo_is_active() else run)(*args)

@@ -2,7 +2,8 @@
 
 What is relied upon: the dispatcher's keys and guards, which give an operator in Python a derivative without the cost of
 `torch.library.register_autograd`; Dynamo's callback, which says whether Dynamo is active; the functions of ATen that
-`torch.nn`'s recurrent modules and packed sequences call; how to leave the modes of tracing.
+`torch.nn`'s recurrent modules and packed sequences call; how to leave the modes of tracing;
+`torch.compiler.disable` without importing Dynamo before the first call (`untraced`).
 """
 
 from __future__ import annotations
@@ -14,19 +15,18 @@ from typing import Any
 import torch
 from torch import _C, Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._compile import _disable_dynamo as untraced
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "BelowAutograd", "any_requires_grad", "below_autograd", "check_packed_lengths", "dynamo_is_active", "has_no_data",
-    "is_plain", "layer_function", "pytree", "recording_autograd", "without_modes",
+    "is_plain", "layer_function", "pytree", "recording_autograd", "untraced", "without_modes",
 ]  # fmt: skip
 
 BelowAutograd = _C._AutoDispatchBelowAutograd
 """A context in which operators record nothing for autograd."""
-APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-"""What runs a `torch.autograd.Function`."""
 _WITH_KERNEL = (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)
 
 

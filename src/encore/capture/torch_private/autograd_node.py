@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,12 +59,16 @@ def hooked_nodes(wanted: Callable[[], bool], groups: Callable[[Sequence[Any]], G
     build = AutogradFactory.build
 
     def build_hooked(factory: AutogradFactory) -> Any:
+        described = factory.spec.fw_metadata
         # None would stand for buffers that backward may overwrite, and forbid retain_graph from the second step on.
-        factory.spec.fw_metadata.bw_donated_idxs = []
-        # Tensors of symbolic sizes would be marked for other graphs of Dynamo's: saved ones by number, and plans save
-        # different ones; and those that the user gets.
-        factory.spec.fw_metadata.dynamic_saved_tensors_idxs = {}
-        factory.spec.fw_metadata.dynamic_outputs = False
+        described.bw_donated_idxs = []
+        # PyTorch 2.14 reads there which saved tensors are inputs, by their numbers in the first variant of the graph,
+        # and detaches views of all others. Another variant saves others: all views are detached, as in 2.13.
+        described.saved_tensor_is_graph_input = defaultdict(bool)  # type: ignore[attr-defined]
+        # Tensors of symbolic sizes would be marked for other graphs of Dynamo's: saved ones by number, too, and those
+        # that the user gets.
+        described.dynamic_saved_tensors_idxs = {}
+        described.dynamic_outputs = False
         function: Any = build(factory)
         function._double_backward = _only_once
         if wanted():
@@ -81,11 +86,11 @@ def hooked_nodes(wanted: Callable[[], bool], groups: Callable[[Sequence[Any]], G
                 return found if node.encore_chain is None else (None, *found)
 
             function._fwd_fn, function._bwd_fn = run_forward, run_backward
-            apply, described = function.apply, factory.spec.fw_metadata.input_info
+            apply = function.apply
 
             def apply_chain(*args: Any) -> Any:
                 parts = groups(args) if torch.is_grad_enabled() and _someone_waits(args) else ()
-                chained = _chained(args, parts, described) if parts else None
+                chained = _chained(args, parts, described.input_info) if parts else None
                 if chained is None:
                     return apply(*args)
                 _chains.next = Chain(parts[0])
