@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import encore
 from encore.compiler import shapes, sized_runner
+from encore.compiler.session import sessions
 from encore.errors import BudgetError
 from support.compare_with_eager import assert_legal, assert_same, run_step, session_of
 
@@ -224,7 +225,7 @@ def test_a_graph_keeps_a_bounded_number_of_sizes(monkeypatch: pytest.MonkeyPatch
     for length in (4, 5, 6, 7, 8, 9, 5):
         batch = sentences(length)
         assert_same(run_step(planned, batch), run_step(plain, batch), "eager")
-    kept = [session for session in encore.compiler.session.sessions if session.one_graph and session.graphs]
+    kept = [session for session in sessions if session.one_graph and session.graphs]
     assert max(len(session.graphs) for session in kept) == 3
 
 
