@@ -116,7 +116,7 @@ class GraphCompilation:
     """Compiles one graph of Dynamo's to callables."""
 
     takes_symbols = True
-    """Whether a graph that is the whole step may be traced with symbols, and planned for each size that comes."""
+    """Whether a graph may be traced with symbols, and planned for each size that comes."""
 
     def __init__(self, session: Session, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.session = session
@@ -141,7 +141,8 @@ class GraphCompilation:
         """Whether the step has other calls than one of this graph, as far as Dynamo shows."""
         since, now = session.waiting_since, time.perf_counter()
         self.clock = StageClock(None if since is None else {"dynamo": now - since})
-        self.has_symbols = self.takes_symbols and not self.shares and torch_private.has_symbols(module)
+        is_rehearsed = self.shares and session.step.is_rehearsed
+        self.has_symbols = self.takes_symbols and not is_rehearsed and torch_private.has_symbols(module)
         if not self.has_symbols:
             torch_private.pin_sizes(module)
 
@@ -177,6 +178,7 @@ class GraphCompilation:
             backward=self.backward_callable,
             takes_missing_gradients=lambda: self.runner is not None and self.runner.tangents.may_be_missing,
             groups=lambda inputs: () if self.runner is None else self.runner.groups(inputs),
+            marks_outputs=self.shares,
         )
 
     def partition(self, joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -7,7 +7,7 @@ dropped shape by shape. What else a graph depends on (attributes of modules, typ
 
 The first shape is captured as it is. When a second one comes, dimensions that differ are traced with symbols: one
 capture serves all sizes of them, and a further shape is planned and nothing else (`SymbolicCallable`). Code that needs
-numbers (a loop over time steps), and a step of several graphs, is captured for each shape.
+numbers (a loop over time steps), and a step of several graphs that is rehearsed, is captured for each shape.
 
 `MOST_GRAPHS` bounds what is kept, or, for a model of many graphs, those of `LEAST_SHAPES` shapes. A shape that was
 dropped is compiled again when it comes back, and backward of a forward that ran before still runs: autograd keeps what

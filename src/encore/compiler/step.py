@@ -175,6 +175,11 @@ class StepPlanner:
         return planned and options.budget is not None and not torch_private.has_ranks()
 
     @property
+    def is_rehearsed(self) -> bool:
+        """Return whether a step of several calls is rehearsed for every shape, from its capture on."""
+        return self.is_wanted and self._may_rehearse
+
+    @property
     def program(self) -> Program | None:
         """What is known of the latest step, if it has several calls."""
         calls = tuple(call.runner.number for call in self.calls)

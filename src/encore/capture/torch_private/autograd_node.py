@@ -52,7 +52,9 @@ Groups = Sequence[Sequence[int]]
 
 
 @contextlib.contextmanager
-def hooked_nodes(wanted: Callable[[], bool], groups: Callable[[Sequence[Any]], Groups]) -> Iterator[None]:
+def hooked_nodes(
+    wanted: Callable[[], bool], groups: Callable[[Sequence[Any]], Groups], marks_outputs: bool
+) -> Iterator[None]:
     """While AOTAutograd compiles one graph (Dynamo compiles one at a time): set `running_node` in the autograd function
     that it builds and, if `wanted`, have autograd pass missing gradients as None instead of zeros. If someone waits for
     single gradients, the node becomes a chain of nodes, by the `groups` of the inputs that it is called with."""
@@ -65,10 +67,10 @@ def hooked_nodes(wanted: Callable[[], bool], groups: Callable[[Sequence[Any]], G
         # PyTorch 2.14 reads there which saved tensors are inputs, by their numbers in the first variant of the graph,
         # and detaches views of all others. Another variant saves others: all views are detached, as in 2.13.
         described.saved_tensor_is_graph_input = defaultdict(bool)  # type: ignore[attr-defined]
-        # Tensors of symbolic sizes would be marked for other graphs of Dynamo's: saved ones by number, too, and those
-        # that the user gets.
+        # Tensors of symbolic sizes are marked for other graphs of Dynamo's: saved ones by number, too, and those that
+        # the user gets.
         described.dynamic_saved_tensors_idxs = {}
-        described.dynamic_outputs = False
+        described.dynamic_outputs &= marks_outputs
         function: Any = build(factory)
         function._double_backward = _only_once
         if wanted():

@@ -40,10 +40,12 @@ def trace_joint(
     backward: Emit,
     takes_missing_gradients: Callable[[], bool],
     groups: Callable[[Sequence[Any]], Groups],
+    marks_outputs: bool,
 ) -> Callable[..., Any]:
     """Run AOTAutograd on a Dynamo graph: `partition` splits the joint graph, `forward` and `backward` compile its
     parts. For an output without gradient, backward is given None if it `takes_missing_gradients`, else zeros. `groups`
-    are the inputs whose gradients may leave backward before its end."""
+    are the inputs whose gradients may leave backward before its end. Outputs of symbolic sizes are marked for graphs
+    that follow in the step, if there are any."""
 
     def partition_fn(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         return partition(joint, num_fwd_outputs)
@@ -55,7 +57,7 @@ def trace_joint(
         partition_fn=partition_fn,
         decompositions={},
     )
-    with eager_operators(), compile_settings(), hooked_nodes(takes_missing_gradients, groups):
+    with eager_operators(), compile_settings(), hooked_nodes(takes_missing_gradients, groups, marks_outputs):
         return compiler(module, inputs)
 
 
