@@ -206,8 +206,7 @@ def _compiled(
     seconds: list[float] = []
     try:
         with _out_of_patience_after(patience):
-            for length in lengths:
-                seconds.append(_step(workload, length, advance))
+            seconds.extend(_step(workload, length, advance) for length in lengths)
         return workload, seconds, ""
     except _OutOfPatienceError:
         return None, None, f"stopped after {seconds_text(patience)}, with {len(seconds)} batches done"
