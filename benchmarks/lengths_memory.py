@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import encore
-from benchmarks.lengths_compared import BUDGET, empty_caches
+from benchmarks.lengths_compared import empty_caches
 from benchmarks.workloads.lengths import build_lengths
 from encore.api import compiled_call
 from encore.errors import OptionError
@@ -47,7 +47,7 @@ def run_shapes(shapes: int, advance: Callable[[str], None] = lambda note: None) 
     with empty_caches():
         workload = build_lengths("tagger", batch_size=4, hidden=16, layers=1)
         before = resident_bytes()
-        encore.compile(workload.model, budget=BUDGET)
+        encore.compile(workload.model)
         for number, (rows, length) in enumerate(_shapes(shapes), 1):
             words, tags = workload.batch(length)
             workload.forward(workload.model, words[:rows], tags[:rows]).backward()

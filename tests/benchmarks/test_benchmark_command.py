@@ -9,7 +9,8 @@ import pytest
 from benchmarks.command import main
 
 HELP = """\
-usage: python -m benchmarks [-h] [--quick] [--minutes MINUTES] [--json FILE] [--plots FOLDER] [--docs] [--schema]
+usage: python -m benchmarks [-h] [--quick] [--minutes MINUTES] [--only PART] [--parts FOLDER] [--json FILE]
+                            [--plots FOLDER] [--docs] [--schema]
                             [suite]
 
 Compare Encore with eager PyTorch and with torch.compile.
@@ -22,6 +23,8 @@ options:
   -h, --help         show this help message and exit
   --quick            tiny sizes: does everything work?
   --minutes MINUTES  leave systems out to be done in about so many minutes
+  --only PART        run one part of the suite; may be given again
+  --parts FOLDER     keep parts in FOLDER, and continue a run from there
   --json FILE        write the numbers to FILE as JSON
   --plots FOLDER     draw the suite into FOLDER, as PNG and as a page
   --docs             write the suite's page in docs
@@ -60,3 +63,14 @@ def test_minutes_are_for_suites_that_can_leave_systems_out(capsys: pytest.Captur
     for minutes in ("0", "-1", "nan", "inf"):
         assert main(["gist", "--minutes", minutes]) == 1
         assert "is no time to run a suite in" in capsys.readouterr().err
+
+
+def test_parts_are_for_suites_that_have_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fast", "--only", "bert"]) == 1
+    assert "'fast' has no parts; --only is for lengths" in capsys.readouterr().err
+    assert main(["lengths", "--only", "gru"]) == 1
+    assert "no part 'gru'; its parts: tagger, loop, seq2seq, bert, llama, t5, speech, " in capsys.readouterr().err
+    assert main(["lengths", "--only", "bert", "--docs"]) == 1
+    assert "leave --only out" in capsys.readouterr().err
+    assert main(["lengths", "--parts", "missing"]) == 1
+    assert "--parts writes into 'missing', but there is no such folder here" in capsys.readouterr().err
