@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PARTS = ("memory", "streams", "kernels", "libraries")
+PARTS = ("memory", "streams", "order", "kernels", "libraries")
 ASKING = ("libtorch_cuda.so", "libtorch_cuda_linalg.so", "libc10_cuda.so", "libtorch_python.so", "libtorch_cpu.so")
 """PyTorch's libraries that call CUDA's."""
 CUDA_NAME = re.compile(r"(__)?cuda[A-Z]\w*|cublas\w+|cudnn\w+|cu[A-Z]\w+")
