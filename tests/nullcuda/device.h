@@ -21,6 +21,7 @@ struct Settings {
   std::atomic<long> copy_us, kernel_us;  // how long a copy and a kernel take: by the device's clock, and on threads
   std::atomic<bool> random;       // whether work takes any time up to that, on streams that are threads
   std::atomic<bool> contents;     // whether copies between two places of a device are made
+  std::atomic<bool> products;     // whether products of float32 matrices are computed
 };
 extern Settings settings;
 
@@ -39,7 +40,6 @@ long used_bytes(int device);
 
 // Streams. `issue` runs the work now, or on the thread of the stream, behind what it was given before.
 void issue(void* stream, std::function<void()> work);
-void launched(void* stream, std::atomic<long>& counter);
 void wait_for_stream(void* stream);
 void wait_for_device();
 
@@ -50,10 +50,13 @@ int device_attribute(int attribute);
 // The order of work, while it is watched.
 struct Moment { long watch; std::vector<long> seen; double at; };  // what an actor has seen of every other, and when
 struct Touch { const void* address; size_t size; bool writes; const char* what; };
+void launched(void* stream, std::atomic<long>& counter, std::initializer_list<Touch> touches = {});
+int launched_by(void** handle);
 void order_work(void* stream, long microseconds, std::initializer_list<Touch> touches, int device = 0, int engine = -1);
 Moment stream_moment(void* stream);
 void stream_behind(void* stream, const Moment& moment);
 void host_behind(const Moment& moment);
+bool host_sees(const Moment& moment);  // whether it is done; if so, the host is behind it
 void host_behind_stream(void* stream);
 void host_behind_all();
 void forget_accesses(const void* address, size_t size);

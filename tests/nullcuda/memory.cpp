@@ -17,7 +17,7 @@ static long number(const char* name, long otherwise) {
 }
 
 Settings settings{(int)number("NULLCUDA_DEVICES", 2), (int)number("NULLCUDA_CAPABILITY", 86),
-                  (int)number("NULLCUDA_PROCESSORS", 28), {number("NULLCUDA_CAPACITY", 12L << 30)}, {false}, {0}, {0}, {false}, {true}};
+                  (int)number("NULLCUDA_PROCESSORS", 28), {number("NULLCUDA_CAPACITY", 12L << 30)}, {false}, {0}, {0}, {false}, {true}, {false}};
 Counters counters{};
 thread_local int current_device = 0;
 static thread_local int last_error = OK;

@@ -19,12 +19,13 @@ from unittest import mock
 
 import torch
 
-import encore.tiers
+import encore.tiers.disk
+import encore.tiers.host
 from encore.tiers import Tier
 from encore.tiers.slot_file import SlotFile
-from nullcuda.null_device import acquire, note_access, release, set_thread_apart
+from nullcuda.null_device import acquire, note_host, release, set_thread_apart
 
-FOLDER = Path(encore.tiers.__file__).parent
+FOLDER = Path(encore.tiers.host.__file__).parent
 MODULES = ("layout", "streams", "tier", "host", "disk")
 """Those through which tensors pass, in the order of their imports."""
 
@@ -64,12 +65,12 @@ class _NotedFile(SlotFile):
     """The host reads the memory that is written to the file, and writes to the one that the file is read into."""
 
     def write(self, offset: int, block: memoryview) -> None:
-        note_access(_address(block), len(block), writes=False, what="file")
+        note_host(_address(block), len(block), writes=False, what="file")
         super().write(offset, block)
 
     def read(self, offset: int, block: memoryview) -> None:
         super().read(offset, block)
-        note_access(_address(block), len(block), writes=True, what="file")
+        note_host(_address(block), len(block), writes=True, what="file")
 
 
 def _address(block: memoryview) -> int:
@@ -82,36 +83,41 @@ def tree_of(name: str) -> ast.Module:
 
 
 class NotedTiers:
-    """The tiers of this package, with some modules changed."""
+    """The tiers of this package or, if some modules are changed, tiers made of these."""
 
     def __init__(self, changed: Mapping[str, ast.Module] | None = None) -> None:
-        self._modules = {name: ModuleType(f"encore.tiers.{name}") for name in MODULES}
-        with mock.patch.dict(sys.modules, {module.__name__: module for module in self._modules.values()}):
-            for name, module in self._modules.items():
-                code = compile((changed or {}).get(name) or tree_of(name), f"{FOLDER / name}.py", "exec")
-                exec(code, module.__dict__)
-        self._modules["disk"].__dict__["SlotFile"] = _NotedFile
-        self._modules["streams"].__dict__["SideStreams"].alongside = _alongside
+        self._host: ModuleType = encore.tiers.host
+        self._disk: ModuleType = encore.tiers.disk
+        if changed:
+            modules = {name: ModuleType(f"encore.tiers.{name}") for name in MODULES}
+            with mock.patch.dict(sys.modules, {module.__name__: module for module in modules.values()}):
+                for name, module in modules.items():
+                    code = compile(changed.get(name) or tree_of(name), f"{FOLDER / name}.py", "exec")
+                    exec(code, module.__dict__)
+            modules["streams"].__dict__["SideStreams"].alongside = alongside
+            self._host, self._disk = modules["host"], modules["disk"]
 
     def host(self, **options: Any) -> Tier:
-        with _noted():
-            made: Tier = self._modules["host"].__dict__["Host"](**options)
+        with self._noted():
+            made: Tier = self._host.Host(**options)
             return made
 
     def disk(self, folder: Path, **options: Any) -> Tier:
-        with _noted():
-            made: Tier = self._modules["disk"].__dict__["Disk"](folder, **options)
+        with self._noted():
+            made: Tier = self._disk.Disk(folder, **options)
             return made
 
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(threading, "Condition", _NotedLock))
+            stack.enter_context(mock.patch.object(queue, "SimpleQueue", _NotedQueue))
+            stack.enter_context(mock.patch.object(self._disk, "SlotFile", _NotedFile))
+            yield
+
 
 @contextlib.contextmanager
-def _noted() -> Iterator[None]:
-    with mock.patch.object(threading, "Condition", _NotedLock), mock.patch.object(queue, "SimpleQueue", _NotedQueue):
-        yield
-
-
-@contextlib.contextmanager
-def _alongside(self: Any, computed: Mapping[torch.device, torch.Event], others: Any = ()) -> Iterator[None]:
+def alongside(self: Any, computed: Mapping[torch.device, torch.Event], others: Any = ()) -> Iterator[None]:
     """As `SideStreams.behind`, without waiting for what computes."""
     with contextlib.ExitStack() as stack:
         for device in computed:

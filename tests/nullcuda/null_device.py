@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 _process = ctypes.CDLL(None)
-DEFAULTS = {"capacity": 12 << 30, "streams": 0, "copy_us": 0, "kernel_us": 0, "random": 0, "contents": 1}
+DEFAULTS = {"capacity": 12 << 30, "streams": 0, "copy_us": 0, "kernel_us": 0, "random": 0, "contents": 1, "products": 0}
 
 
 def is_here() -> bool:
@@ -52,7 +52,7 @@ def counted(call: Callable[[], Any]) -> Counts:
 def device_with(**settings: int) -> Iterator[None]:
     """Set the capacity of each device in bytes; whether streams are threads; how many microseconds copies and kernels
     take, by the device's clock and on threads; whether they take a random part of that on threads; whether copies
-    within a device are made."""
+    within a device are made, and whether products of float32 matrices are computed."""
     assert settings.keys() <= DEFAULTS.keys()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -72,7 +72,8 @@ def _set(settings: dict[str, int]) -> None:
 
 def late_fill(tensor: torch.Tensor, number: int, microseconds: int) -> None:
     """A kernel on the current stream that sets every byte of a dense tensor, after some time."""
-    _process.nullcuda_fill(*_memory(tensor), number, ctypes.c_long(tensor.nbytes), ctypes.c_long(microseconds))
+    with torch.accelerator.device_index(tensor.device.index):
+        _process.nullcuda_fill(*_memory(tensor), number, ctypes.c_long(tensor.nbytes), ctypes.c_long(microseconds))
 
 
 class Reader:
@@ -83,10 +84,9 @@ class Reader:
 
     def expect(self, tensor: torch.Tensor, number: int, microseconds: int) -> None:
         """A kernel on the current stream that compares every byte of a dense tensor, after some time."""
-        _process.nullcuda_expect(
-            *_memory(tensor), number, ctypes.c_long(tensor.nbytes), ctypes.c_long(microseconds),
-            ctypes.byref(self._others),
-        )  # fmt: skip
+        others, size, time = ctypes.byref(self._others), ctypes.c_long(tensor.nbytes), ctypes.c_long(microseconds)
+        with torch.accelerator.device_index(tensor.device.index):
+            _process.nullcuda_expect(*_memory(tensor), number, size, time, others)
 
     @property
     def others(self) -> int:
@@ -129,12 +129,18 @@ def watched() -> Iterator[Watch]:
         _process.nullcuda_watch(0)
 
 
-def note_access(address: int, size: int, *, writes: bool, what: str, stream: int | None = None) -> None:
-    """Note an access to memory: of a kernel on a stream, or else of this thread."""
-    _process.nullcuda_access(
-        ctypes.c_void_p(-1 if stream is None else stream), ctypes.c_void_p(address), ctypes.c_long(size), writes,
-        what.encode(),
-    )  # fmt: skip
+def note_kernel(tensor: torch.Tensor, *, writes: bool, what: str) -> None:
+    """Note an access of a kernel to a tensor, and to what lies between its elements, on the current stream."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    size = ctypes.c_long(span * tensor.element_size() if tensor.numel() else 0)
+    with torch.accelerator.device_index(tensor.device.index):
+        _process.nullcuda_access(*_memory(tensor), size, writes, what.encode())
+
+
+def note_host(address: int, size: int, *, writes: bool, what: str) -> None:
+    """Note an access of this thread to pinned memory."""
+    here = ctypes.c_void_p(-1)
+    _process.nullcuda_access(here, ctypes.c_void_p(address), ctypes.c_long(size), writes, what.encode())
 
 
 def set_thread_apart() -> None:

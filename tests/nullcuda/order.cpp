@@ -147,6 +147,18 @@ void host_behind_all() {
   std::lock_guard<std::mutex> held(lock);
   for (auto& stream : streams) join(actors[host()], Moment(actors[stream.second]));
 }
+// By the device's clock, where streams are no threads: whoever asks again and again gets there.
+bool host_sees(const Moment& moment) {
+  std::lock_guard<std::mutex> held(lock);
+  if (!watching || moment.watch != watch) return true;
+  Moment& mine = actors[host()];
+  if (!settings.streams && mine.at < moment.at) {
+    mine.at++;
+    return false;
+  }
+  join(mine, moment);
+  return true;
+}
 void forget_accesses(const void* address, size_t size) {
   std::lock_guard<std::mutex> held(lock);
   forget((uintptr_t)address, (uintptr_t)address + size);

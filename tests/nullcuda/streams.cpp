@@ -103,9 +103,9 @@ void issue(void* stream, std::function<void()> work) {
   if (settings.streams) find(stream)->add(std::move(work));
   else work();
 }
-void launched(void* stream, std::atomic<long>& counter) {
+void launched(void* stream, std::atomic<long>& counter, std::initializer_list<Touch> touches) {
   counter++;
-  order_work(stream, settings.kernel_us, {});
+  order_work(stream, settings.kernel_us, touches);
   if (settings.streams && settings.kernel_us) issue(stream, [] { take_time(settings.kernel_us); });
 }
 void take_time(long microseconds) {
@@ -132,8 +132,7 @@ ANSWER(cudaStreamCreate, void** stream) { return create(stream); }
 ANSWER(cudaStreamGetPriority, void*, int* priority) { *priority = 0; return OK; }
 ANSWER(cudaStreamQuery, void* stream) {
   if (settings.streams && !find(stream)->idle()) return NOT_READY;
-  host_behind_stream(stream);
-  return OK;
+  return host_sees(stream_moment(stream)) ? OK : NOT_READY;
 }
 ANSWER(cudaStreamSynchronize, void* stream) {
   counters.syncs++;
@@ -185,8 +184,7 @@ ANSWER(cudaEventRecordWithFlags, Event* event, void* stream, unsigned) { return 
 ANSWER(cudaEventQuery, Event* event) {
   auto marker = event->now();
   if (marker && !marker->over()) return NOT_READY;
-  if (marker) host_behind(marker->moment);
-  return OK;
+  return !marker || host_sees(marker->moment) ? OK : NOT_READY;
 }
 ANSWER(cudaEventSynchronize, Event* event) {
   counters.syncs++;
@@ -208,6 +206,7 @@ void nullcuda_set(const char* name, long value) {
   else if (setting == "kernel_us") settings.kernel_us = value;
   else if (setting == "random") settings.random = value;
   else if (setting == "contents") settings.contents = value;
+  else if (setting == "products") settings.products = value;
 }
 long nullcuda_count(const char* name) {
   static const std::map<std::string, std::atomic<long>*> COUNTERS{

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nullcuda.null_device import acquire, device_with, late_fill, note_access, release, set_thread_apart, watched
+from nullcuda.null_device import acquire, device_with, late_fill, note_host, release, set_thread_apart, watched
 
 BYTES = 4096
 
@@ -118,11 +118,11 @@ def test_pinned_memory_that_the_host_reads() -> None:
     with watched() as seen:
         pinned.copy_(x, non_blocking=True)
         torch.accelerator.current_stream().synchronize()
-        note_access(pinned.data_ptr(), BYTES, writes=False, what="file")
+        note_host(pinned.data_ptr(), BYTES, writes=False, what="file")
         assert seen.races == []
         pinned.copy_(x, non_blocking=True)  # not read again before this
         assert seen.races == []
-        note_access(pinned.data_ptr(), BYTES, writes=False, what="file")
+        note_host(pinned.data_ptr(), BYTES, writes=False, what="file")
         assert seen.races == ["read after write: file (the host) is not behind copy (actor 1)"]
 
 
