@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test test-all test-cuda bench lint clean
+.PHONY: install demo test test-all test-cuda test-cuda-all bench lint clean
 
 install: $(STAMP)
 
@@ -33,9 +33,14 @@ $(CUDA_STAMP): pyproject.toml
 	$(CUDA_VENV)/bin/python -m pip install --quiet -c constraints.txt numpy rich jinja2 pytest hypothesis
 	touch $(CUDA_STAMP)
 
+ON_NULL_DEVICE = env $$($(CUDA_VENV)/bin/python tests/nullcuda/build.py $(CUDA_VENV)/nullcuda) PYTHONPATH=src \
+	$(CUDA_VENV)/bin/python -m pytest -q tests/nullcuda
+
 test-cuda: $(CUDA_STAMP)
-	env $$($(CUDA_VENV)/bin/python tests/nullcuda/build.py $(CUDA_VENV)/nullcuda) PYTHONPATH=src \
-	    $(CUDA_VENV)/bin/python -m pytest -q -m nullcuda tests/nullcuda
+	$(ON_NULL_DEVICE) -m "nullcuda and not slow"
+
+test-cuda-all: $(CUDA_STAMP)
+	$(ON_NULL_DEVICE) -m nullcuda
 
 bench: install
 	for suite in spine steps lengths fast echo gist rnn rnn-workloads plan accuracy devices bptt; do $(BIN)/python -m benchmarks $$suite || exit 1; done

@@ -54,6 +54,7 @@ void launched(void* stream, std::atomic<long>& counter, std::initializer_list<To
 int launched_by(void** handle);
 void order_work(void* stream, long microseconds, std::initializer_list<Touch> touches, int device = 0, int engine = -1);
 Moment stream_moment(void* stream);
+bool watched(const Moment& moment);
 void stream_behind(void* stream, const Moment& moment);
 void host_behind(const Moment& moment);
 bool host_sees(const Moment& moment);  // whether it is done; if so, the host is behind it

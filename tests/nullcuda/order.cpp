@@ -134,6 +134,10 @@ Moment stream_moment(void* stream) {
   if (!watching) return {-1, {}, 0};
   return actors[issue_on(stream)];
 }
+bool watched(const Moment& moment) {
+  std::lock_guard<std::mutex> held(lock);
+  return watching && moment.watch == watch;
+}
 void stream_behind(void* stream, const Moment& moment) {
   std::lock_guard<std::mutex> held(lock);
   if (watching) join(actors[stream_actor(stream)], moment);

@@ -191,7 +191,11 @@ ANSWER(cudaEventSynchronize, Event* event) {
   if (auto marker = event->now()) marker->wait(), host_behind(marker->moment);
   return OK;
 }
-ANSWER(cudaEventElapsedTime, float* elapsed, Event* first, Event* last) { *elapsed = last->now()->at - first->now()->at; return OK; }
+ANSWER(cudaEventElapsedTime, float* elapsed, Event* first, Event* last) {
+  auto from = first->now(), to = last->now();
+  *elapsed = watched(from->moment) && watched(to->moment) ? (to->moment.at - from->moment.at) / 1000 : to->at - from->at;
+  return OK;
+}
 
 // -- what tests set and read
 

@@ -13,13 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from encore.devices import KINDS
+
 Events = Mapping[torch.device, torch.Event]
 """An event of one stream of each device."""
 
 
 def current_streams(tensors: Iterable[Tensor]) -> dict[torch.device, torch.Stream]:
     """The current stream of each accelerator that these tensors are on."""
-    devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type != "cpu")
+    devices = dict.fromkeys(tensor.device for tensor in tensors if not KINDS[tensor.device.type].is_host)
     return {device: torch.accelerator.current_stream(device) for device in devices}
 
 
