@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test test-all test-cuda test-torch bench lint clean
+.PHONY: install demo test test-all test-cuda test-cuda-all test-torch bench lint clean
 
 install: $(STAMP)
 
@@ -33,9 +33,14 @@ $(CUDA_STAMP): pyproject.toml
 	$(CUDA_VENV)/bin/python -m pip install --quiet -c constraints.txt numpy rich jinja2 pytest hypothesis
 	touch $(CUDA_STAMP)
 
+ON_NULL_DEVICE = env $$($(CUDA_VENV)/bin/python tests/nullcuda/build.py $(CUDA_VENV)/nullcuda) PYTHONPATH=src \
+	$(CUDA_VENV)/bin/python -m pytest -q tests/nullcuda
+
 test-cuda: $(CUDA_STAMP)
-	env $$($(CUDA_VENV)/bin/python tests/nullcuda/build.py $(CUDA_VENV)/nullcuda) PYTHONPATH=src \
-	    $(CUDA_VENV)/bin/python -m pytest -q -m nullcuda tests/nullcuda
+	$(ON_NULL_DEVICE) -m "nullcuda and not slow"
+
+test-cuda-all: $(CUDA_STAMP)
+	$(ON_NULL_DEVICE) -m nullcuda
 
 # A smoke suite with another version of PyTorch, on the CPU, in an environment of its own (1.6 GB). The registry's plain
 # wheel is the CUDA build: libraries that answer "no device" take the place of CUDA's.

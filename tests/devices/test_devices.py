@@ -11,11 +11,13 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import encore
-from encore.devices import default_generators, devices_in_use, free_bytes, generators_kept, is_here, kind_of
+from encore.devices import KINDS, default_generators, devices_in_use, free_bytes, generators_kept, is_here, kind_of
 from encore.graph import Primal, UnsupportedGraphError, build_graph
 from encore.graph.values import Role
 
 PACKAGE = Path(encore.__file__).parent
+BACKENDS = ("torch.cuda", "torch.xpu", "torch.mps")
+IMPORTS = (*BACKENDS, *(f"torch import {one.removeprefix('torch.')}" for one in BACKENDS))
 
 
 def test_torch_cuda_is_used_in_one_file() -> None:
@@ -23,7 +25,8 @@ def test_torch_cuda_is_used_in_one_file() -> None:
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.cuda")
+        if (isinstance(node, ast.Attribute) and ast.unparse(node).startswith(BACKENDS))
+        or (isinstance(node, ast.Import | ast.ImportFrom) and any(one in ast.unparse(node) for one in IMPORTS))
     }
     assert using == {"devices/accelerator.py"}
 
@@ -56,3 +59,21 @@ def test_graphs_on_unknown_devices_are_rejected() -> None:
         joint = make_fx(lambda primals: primals.sin() * 2)(x)
     with pytest.raises(UnsupportedGraphError, match="on xpu:0; Encore plans steps on CPUs and CUDA devices"):
         build_graph(joint, primals=[Primal(Role.INPUT, leaf=False, identity=None)], returned=[])
+
+
+def test_a_model_on_a_device_that_is_not_in_the_table_runs_as_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has none: for once, CPUs are not in the table."""
+    monkeypatch.setattr("encore.graph.build.KINDS", {"cuda": KINDS["cuda"]})
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    x, weights = torch.randn(4, 8), list(model.parameters())
+    expected = torch.autograd.grad(model(x).sum(), weights)
+    encore.compile(model, budget="60%")
+    with pytest.warns(UserWarning, match="tensors on cpu; Encore plans steps on CPUs and CUDA devices"):
+        found = torch.autograd.grad(model(x).sum(), weights)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_estimates_for_devices_without_a_profile_say_which_there_are(device: str) -> None:
+    with pytest.raises(encore.OptionError, match=f"device={device!r} is not known.*known are .*'H100'"):
+        encore.estimate(torch.nn.Linear(8, 8), torch.randn(2, 8), device=device)

@@ -1,5 +1,5 @@
 // cuBLAS and cuDNN, as far as PyTorch reads their answers: versions, descriptors, workspaces and recurrent layers.
-// Every product and convolution is in the generated answers, which count a launch.
+// Every convolution, and every product but one, is in the generated answers, which count a launch.
 #include "device.h"
 #define __CUDA_FP16_H__
 #define __CUDA_BF16_H__
@@ -12,7 +12,35 @@ struct __nv_bfloat16 { unsigned short x; };
 #include <cstdio>
 #include <cstring>
 
+// A handle of either library begins with the stream that its kernels are launched on.
 static int handle(void** made) { *made = calloc(1, 64); return OK; }
+static int set_stream(void** handle, void* stream) { *handle = stream; return OK; }
+ANSWER(cublasSetStream_v2, void** handle, void* stream) { return set_stream(handle, stream); }
+ANSWER(cudnnSetStream, void** handle, void* stream) { return set_stream(handle, stream); }
+ANSWER(cudnnGetStream, void** handle, void** stream) { *stream = *handle; return OK; }
+int launched_by(void** handle) { launched(*handle, counters.launches); return OK; }
+ANSWER(cublasLtMatmul, void*, void*, const void*, const void*, void*, const void*, void*, const void*, const void*, void*, void*, void*, const void*, void*, size_t, void* stream) {
+  launched(stream, counters.launches);
+  return OK;
+}
+// The product of two float32 matrices, which lie by columns: the one kernel whose numbers can be asked for.
+ANSWER(cublasSgemm_v2, void** handle, int left, int right, int rows, int columns, int inner, const float* alpha, const float* a, int lda, const float* b, int ldb, const float* beta, float* c, int ldc) {
+  auto bytes = [](int stride, int lines, int line) { return ((size_t)stride * (lines - 1) + line) * sizeof(float); };
+  size_t of_a = left ? bytes(lda, rows, inner) : bytes(lda, inner, rows), of_b = right ? bytes(ldb, inner, columns) : bytes(ldb, columns, inner);
+  launched(*handle, counters.launches, {{a, of_a, false, "product"}, {b, of_b, false, "product"}, {c, bytes(ldc, columns, rows), true, "product"}});
+  if (!settings.products) return OK;
+  float scale = *alpha, kept = *beta;
+  issue(*handle, [=] {
+    for (int j = 0; j < columns; j++)
+      for (int i = 0; i < rows; i++) {
+        double sum = 0;
+        for (int p = 0; p < inner; p++) sum += (double)a[left ? i * (size_t)lda + p : p * (size_t)lda + i] * b[right ? p * (size_t)ldb + j : j * (size_t)ldb + p];
+        float& result = c[j * (size_t)ldc + i];
+        result = scale * sum + (kept ? kept * result : 0);
+      }
+  });
+  return OK;
+}
 ANSWER(cublasCreate_v2, void** made) { return handle(made); }
 ANSWER(cublasLtMatmulDescCreate, void** made) { return handle(made); }
 ANSWER(cublasLtMatrixLayoutCreate, void** made) { return handle(made); }
@@ -45,7 +73,6 @@ ANSWER(cudnnGetProperty, int property, int* value) {
   return OK;
 }
 ANSWER(cudnnCreate, void** made) { return handle(made); }
-ANSWER(cudnnGetStream, void*, void** stream) { *stream = nullptr; return OK; }
 #define DESCRIPTOR(name) ANSWER(cudnnCreate##name##Descriptor, void** made) { *made = calloc(1, 256); return OK; }
 DESCRIPTOR(Tensor) DESCRIPTOR(Filter) DESCRIPTOR(Convolution) DESCRIPTOR(RNN) DESCRIPTOR(RNNData) DESCRIPTOR(Dropout)
 DESCRIPTOR(Activation) DESCRIPTOR(CTCLoss) DESCRIPTOR(Pooling) DESCRIPTOR(SpatialTransformer)

@@ -17,7 +17,7 @@ static long number(const char* name, long otherwise) {
 }
 
 Settings settings{(int)number("NULLCUDA_DEVICES", 2), (int)number("NULLCUDA_CAPABILITY", 86),
-                  (int)number("NULLCUDA_PROCESSORS", 28), {number("NULLCUDA_CAPACITY", 12L << 30)}, {false}, {0}, {0}, {true}};
+                  (int)number("NULLCUDA_PROCESSORS", 28), {number("NULLCUDA_CAPACITY", 12L << 30)}, {false}, {0}, {0}, {false}, {true}, {false}};
 Counters counters{};
 thread_local int current_device = 0;
 static thread_local int last_error = OK;
@@ -134,9 +134,11 @@ bool allocate(void** address, size_t size) {
 }
 bool release(void* address) {
   wait_for_device();
+  host_behind_all();
   std::lock_guard<std::mutex> held(lock);
   auto found = device_blocks.find((uintptr_t)address);
   if (found == device_blocks.end()) return false;
+  forget_accesses(address, found->second.size);
   used[found->second.device] -= found->second.size;
   munmap(address, found->second.size);
   device_blocks.erase(found);
@@ -158,14 +160,17 @@ static int pin(void* address, size_t size) {
 }
 static int unpin(void* address) {
   std::lock_guard<std::mutex> held(lock);
-  pinned_blocks.erase((uintptr_t)address);
+  auto found = pinned_blocks.find((uintptr_t)address);
+  if (found == pinned_blocks.end()) return OK;
+  forget_accesses(address, found->second.size);
+  pinned_blocks.erase(found);
   return OK;
 }
 ANSWER(cudaHostAlloc, void** address, size_t size, unsigned) {
   if (posix_memalign(address, 4096, size ? size : 1)) return failed(OUT_OF_MEMORY);
   return pin(*address, size);
 }
-ANSWER(cudaFreeHost, void* address) { wait_for_device(); unpin(address); free(address); return OK; }
+ANSWER(cudaFreeHost, void* address) { wait_for_device(); host_behind_all(); unpin(address); free(address); return OK; }
 ANSWER(cudaHostRegister, void* address, size_t size, unsigned) { return pin(address, size); }
 ANSWER(cudaHostUnregister, void* address) { return unpin(address); }
 ANSWER(cudaPointerGetAttributes, cudaPointerAttributes* found, const void* address) {
@@ -183,17 +188,25 @@ ANSWER(cudaPointerGetAttributes, cudaPointerAttributes* found, const void* addre
 
 static int copy(void* to, const void* from, size_t size, void* stream) {
   counters.copies++;
+  int device = 0;
+  bool leaves = on_device(from, &device), arrives = on_device(to, &device);
+  int engine = leaves == arrives ? -1 : leaves;
+  order_work(stream, settings.copy_us, {{from, size, false, "copy"}, {to, size, true, "copy"}}, device, engine);
   if (!settings.contents && on_device(to) && on_device(from)) return OK;
   bool host_may_change = !on_device(from) && !pinned(from), host_reads = !on_device(to) && !pinned(to);
   auto held = host_may_change && settings.streams ? std::make_shared<std::string>((const char*)from, size) : nullptr;
   issue(stream, [=] {
-    if (settings.streams && settings.copy_us) usleep(settings.copy_us);
+    take_time(settings.copy_us);
     memmove(to, held ? held->data() : from, size);
   });
-  if (host_reads) wait_for_stream(stream);
+  if (host_reads) wait_for_stream(stream), host_behind_stream(stream);
   return OK;
 }
-ANSWER(cudaMemcpy, void* to, const void* from, size_t size, int) { copy(to, from, size, nullptr); wait_for_stream(nullptr); return OK; }
+ANSWER(cudaMemcpy, void* to, const void* from, size_t size, int) {
+  copy(to, from, size, nullptr);
+  wait_for_stream(nullptr), host_behind_stream(nullptr);
+  return OK;
+}
 ANSWER(cudaMemcpyAsync, void* to, const void* from, size_t size, int, void* stream) { return copy(to, from, size, stream); }
 ANSWER(cudaMemcpyPeerAsync, void* to, int, const void* from, int, size_t size, void* stream) { return copy(to, from, size, stream); }
 ANSWER(cudaMemcpy2DAsync, char* to, size_t to_pitch, const char* from, size_t from_pitch, size_t width, size_t height, int, void* stream) {
@@ -201,6 +214,7 @@ ANSWER(cudaMemcpy2DAsync, char* to, size_t to_pitch, const char* from, size_t fr
   return OK;
 }
 static int fill(char* address, int value, size_t size, void* stream) {
+  order_work(stream, settings.kernel_us, {{address, size, true, "fill"}});
   issue(stream, [=] {
     char* first = (char*)(((uintptr_t)address + 4095) / 4096 * 4096);
     size_t whole = value || address + size < first ? 0 : (address + size - first) / 4096 * 4096;

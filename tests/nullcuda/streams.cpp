@@ -1,7 +1,9 @@
 // Streams and events. Streams that are threads do their work in order, next to each other and to the host.
 #include "device.h"
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
@@ -24,6 +26,8 @@ struct Marker {
   std::condition_variable changed;
   bool reached = false;
   double at = 0;
+  Moment moment;  // what is done here
+  explicit Marker(Moment moment) : moment(std::move(moment)) {}
   void reach() {
     std::lock_guard<std::mutex> held(lock);
     reached = true, at = milliseconds();
@@ -99,9 +103,15 @@ void issue(void* stream, std::function<void()> work) {
   if (settings.streams) find(stream)->add(std::move(work));
   else work();
 }
-void launched(void* stream, std::atomic<long>& counter) {
+void launched(void* stream, std::atomic<long>& counter, std::initializer_list<Touch> touches) {
   counter++;
-  if (settings.streams && settings.kernel_us) issue(stream, [] { usleep(settings.kernel_us); });
+  order_work(stream, settings.kernel_us, touches);
+  if (settings.streams && settings.kernel_us) issue(stream, [] { take_time(settings.kernel_us); });
+}
+void take_time(long microseconds) {
+  static std::atomic<unsigned> draws{0};
+  if (settings.random) microseconds = microseconds * (draws++ * 2654435761u >> 16 & 1023) / 1023;
+  if (settings.streams && microseconds) usleep(microseconds);
 }
 void wait_for_stream(void* stream) {
   if (settings.streams) find(stream)->wait();
@@ -120,11 +130,25 @@ ANSWER(cudaStreamCreateWithPriority, void** stream, unsigned, int) { return crea
 ANSWER(cudaStreamCreateWithFlags, void** stream, unsigned) { return create(stream); }
 ANSWER(cudaStreamCreate, void** stream) { return create(stream); }
 ANSWER(cudaStreamGetPriority, void*, int* priority) { *priority = 0; return OK; }
-ANSWER(cudaStreamQuery, void* stream) { return !settings.streams || find(stream)->idle() ? OK : NOT_READY; }
-ANSWER(cudaStreamSynchronize, void* stream) { counters.syncs++; wait_for_stream(stream); return OK; }
-ANSWER(cudaDeviceSynchronize) { counters.syncs++; wait_for_device(); return OK; }
+ANSWER(cudaStreamQuery, void* stream) {
+  if (settings.streams && !find(stream)->idle()) return NOT_READY;
+  return host_sees(stream_moment(stream)) ? OK : NOT_READY;
+}
+ANSWER(cudaStreamSynchronize, void* stream) {
+  counters.syncs++;
+  wait_for_stream(stream), host_behind_stream(stream);
+  return OK;
+}
+ANSWER(cudaDeviceSynchronize) {
+  counters.syncs++;
+  wait_for_device(), host_behind_all();
+  return OK;
+}
 ANSWER(cudaStreamWaitEvent, void* stream, Event* event, unsigned) {
-  if (auto marker = event->now()) issue(stream, [marker] { marker->wait(); });
+  if (auto marker = event->now()) {
+    stream_behind(stream, marker->moment);
+    issue(stream, [marker] { marker->wait(); });
+  }
   return OK;
 }
 ANSWER(cudaStreamIsCapturing, void*, int* status) { *status = 0; return OK; }
@@ -147,7 +171,7 @@ ANSWER(cudaEventCreate, Event** event) { *event = new Event; return OK; }
 ANSWER(cudaEventCreateWithFlags, Event** event, unsigned) { *event = new Event; return OK; }
 ANSWER(cudaEventDestroy, Event* event) { delete event; return OK; }
 static int record(Event* event, void* stream) {
-  auto marker = std::make_shared<Marker>();
+  auto marker = std::make_shared<Marker>(stream_moment(stream));
   {
     std::lock_guard<std::mutex> held(event->lock);
     event->marker = marker;
@@ -157,13 +181,21 @@ static int record(Event* event, void* stream) {
 }
 ANSWER(cudaEventRecord, Event* event, void* stream) { return record(event, stream); }
 ANSWER(cudaEventRecordWithFlags, Event* event, void* stream, unsigned) { return record(event, stream); }
-ANSWER(cudaEventQuery, Event* event) { auto marker = event->now(); return !marker || marker->over() ? OK : NOT_READY; }
+ANSWER(cudaEventQuery, Event* event) {
+  auto marker = event->now();
+  if (marker && !marker->over()) return NOT_READY;
+  return !marker || host_sees(marker->moment) ? OK : NOT_READY;
+}
 ANSWER(cudaEventSynchronize, Event* event) {
   counters.syncs++;
-  if (auto marker = event->now()) marker->wait();
+  if (auto marker = event->now()) marker->wait(), host_behind(marker->moment);
   return OK;
 }
-ANSWER(cudaEventElapsedTime, float* elapsed, Event* first, Event* last) { *elapsed = last->now()->at - first->now()->at; return OK; }
+ANSWER(cudaEventElapsedTime, float* elapsed, Event* first, Event* last) {
+  auto from = first->now(), to = last->now();
+  *elapsed = watched(from->moment) && watched(to->moment) ? (to->moment.at - from->moment.at) / 1000 : to->at - from->at;
+  return OK;
+}
 
 // -- what tests set and read
 
@@ -176,7 +208,9 @@ void nullcuda_set(const char* name, long value) {
   else if (setting == "streams") settings.streams = value;
   else if (setting == "copy_us") settings.copy_us = value;
   else if (setting == "kernel_us") settings.kernel_us = value;
+  else if (setting == "random") settings.random = value;
   else if (setting == "contents") settings.contents = value;
+  else if (setting == "products") settings.products = value;
 }
 long nullcuda_count(const char* name) {
   static const std::map<std::string, std::atomic<long>*> COUNTERS{
@@ -188,9 +222,18 @@ long nullcuda_count(const char* name) {
 long nullcuda_used(int device) { return used_bytes(device); }
 // A kernel with an effect: after some time, every byte has this value.
 void nullcuda_fill(void* stream, char* address, int value, long size, long microseconds) {
+  order_work(stream, microseconds, {{address, (size_t)size, true, "kernel"}});
   issue(stream, [=] {
-    usleep(microseconds);
-    for (long at = 0; at < size; at++) address[at] = value;
+    take_time(microseconds);
+    memset(address, value, size);
+  });
+}
+// A kernel that reads: after some time, it counts the bytes that have another value.
+void nullcuda_expect(void* stream, const char* address, int value, long size, long microseconds, long* others) {
+  order_work(stream, microseconds, {{address, (size_t)size, false, "kernel"}});
+  issue(stream, [=] {
+    take_time(microseconds);
+    *others += size - std::count(address, address + size, (char)value);
   });
 }
 }

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from encore.tiers import Disk, Host, Tier
-from nullcuda.null_device import counted, counts, device_with, late_fill
+from nullcuda.noted_tiers import NotedTiers
+from nullcuda.null_device import counted, counts, device_with, late_fill, watched
 
 BYTES = 1 << 16
 LATE = 20_000
@@ -127,20 +128,58 @@ def test_the_host_tier_waits_on_the_device_alone_and_reserves_nothing_aside() ->
 
 
 def test_copies_run_next_to_kernels() -> None:
-    import time
-
-    with device_with(streams=1, copy_us=30_000), Host() as tier:
-        parcels = []
-        for _ in range(2):  # pins the blocks
-            parcels = [tier.store([torch.empty(BYTES, dtype=torch.uint8, device="cuda")]) for _ in range(4)]
-            tier.wait()
-            torch.cuda.synchronize()
-            for parcel in parcels[:4]:
-                tier.free(parcel)
+    """By the device's clock: four stores and four loads, while the stream that computes is busy."""
+    with Host() as tier:
+        tensors = [torch.empty(BYTES, dtype=torch.uint8, device="cuda") for _ in range(4)]
         x = torch.empty(BYTES, dtype=torch.uint8, device="cuda")
-        began = time.perf_counter()
-        parcels = [tier.store([torch.empty(BYTES, dtype=torch.uint8, device="cuda")]) for _ in range(4)]
-        for _ in range(4):
-            late_fill(x, 1, 30_000)
-        torch.cuda.synchronize()
-        assert time.perf_counter() - began < 0.22  # 0.12 seconds each
+        with device_with(copy_us=100), watched() as seen:
+            parcels = [tier.store([tensor]) for tensor in tensors]
+            late_fill(x, 1, 1000)
+            for parcel in parcels:
+                tier.wait_for(parcel)
+                tier.prefetch(parcel)
+            late_fill(x, 1, 1000)
+            for parcel in parcels:
+                tier.load(parcel)
+            late_fill(x, 1, 1000)
+            assert 3000 <= seen.microseconds <= 3020  # some of the host's queries
+            assert seen.races == []
+
+
+def test_copies_of_the_disk_tier_are_behind_no_kernel_of_another_stream(tmp_path: Path) -> None:
+    with NotedTiers().disk(tmp_path) as tier, device_with(copy_us=100), watched() as seen:
+        tensors = [torch.empty(BYTES, dtype=torch.uint8, device="cuda") for _ in range(4)]
+        late_fill(torch.empty(BYTES, dtype=torch.uint8, device="cuda"), 1, 1000)
+        with torch.Stream("cuda"):
+            parcels = [tier.store([tensor]) for tensor in tensors]
+            tier.wait()
+            for parcel in parcels:
+                tier.load(parcel)
+        assert seen.microseconds == 1000
+        assert seen.races == []
+
+
+def test_a_parcel_of_two_devices(tier: Tier) -> None:
+    with watched() as seen:
+        parcel = tier.store([filled(3, "cuda:0"), filled(4, "cuda:1")])
+        tier.wait_for(parcel)
+        for device in ("cuda:0", "cuda:1"):
+            late_fill(torch.empty(BYTES, dtype=torch.uint8, device=device), 99, LATE)
+        loaded = tier.load(parcel)
+        assert [str(x.device) for x in loaded] == ["cuda:0", "cuda:1"]
+        assert [read(x) for x in loaded] == [{3}, {4}]
+        assert seen.races == []
+
+
+def test_a_load_that_is_out_of_memory_can_be_repeated(tier: Tier) -> None:
+    parcel = tier.store([torch.zeros(8 << 20, dtype=torch.uint8, device="cuda")])
+    tier.wait_for(parcel)
+    torch.accelerator.synchronize()
+    tier.ready(0)
+    torch.accelerator.empty_cache()
+    with device_with(streams=1, capacity=4 << 20):
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                tier.load(parcel)
+    (loaded,) = tier.load(parcel)
+    assert loaded.nbytes == 8 << 20

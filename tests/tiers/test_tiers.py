@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from encore.errors import OptionError, TierError
 from encore.tiers import Disk, Host, Tier, open_tiers
@@ -247,6 +248,14 @@ def test_names() -> None:
 def test_sparse_tensors_are_refused(tmp_path: Path) -> None:
     with Disk(tmp_path) as tier, pytest.raises(TierError, match="to_dense"):
         tier.store([torch.eye(3).to_sparse()])
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps"])
+def test_tensors_of_other_devices_are_refused(tier: Tier, device: str) -> None:
+    with FakeTensorMode():
+        x = torch.empty(4, device=device)
+    with pytest.raises(TierError, match=rf"CPUs and CUDA devices, not of {device}:0, .*leave out tiers="):
+        tier.store([x])
 
 
 def test_nothing_is_left_when_it_is_forgotten(tmp_path: Path) -> None:

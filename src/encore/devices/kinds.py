@@ -11,6 +11,8 @@ import torch
 class DeviceKind:
     """What planning has to know of a kind of device."""
 
+    is_host: bool
+    """Its memory is the host's: host memory is no tier of its own, and there are no streams."""
     block: int
     """The allocator returns multiples of so many bytes."""
     state_bytes: int
@@ -24,10 +26,11 @@ class DeviceKind:
 
 
 KINDS = {
-    "cpu": DeviceKind(block=1, state_bytes=5056, product_side=1024, copied=1 << 26, flushed=1 << 20),
-    "cuda": DeviceKind(block=512, state_bytes=16, product_side=4096, copied=1 << 28, flushed=1 << 26),
+    "cpu": DeviceKind(is_host=True, block=1, state_bytes=5056, product_side=1024, copied=1 << 26, flushed=1 << 20),
+    "cuda": DeviceKind(is_host=False, block=512, state_bytes=16, product_side=4096, copied=1 << 28, flushed=1 << 26),
 }
-"""Of other devices (MPS, XPU), neither allocator nor workspaces are known: graphs on them run as plain PyTorch."""
+"""Of other devices (MPS, XPU), neither allocator nor workspaces are known: graphs on them run as plain PyTorch, with a
+warning, and tiers take no tensors of them."""
 
 
 def kind_of(device: str | torch.device) -> str:

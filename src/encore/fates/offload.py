@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from encore.codecs import CODECS
+from encore.devices import KINDS, kind_of
 from encore.errors import PlanError
 from encore.fates.encode import Encode
 from encore.fates.fate import Decision, Fate, Given, OpSeconds, Terms, Writer
@@ -151,4 +152,4 @@ def can_move(graph: Graph, number: int, tier: str) -> bool:
     value = graph.values[number]
     if value.storage is None or value.dtype is None or value.bytes < LEAST_MOVED or not fills_its_memory(graph, value):
         return False
-    return tier != "host" or graph.storages[value.storage].device.startswith("cuda")
+    return tier != "host" or not KINDS[kind_of(graph.storages[value.storage].device)].is_host

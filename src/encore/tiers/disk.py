@@ -3,7 +3,8 @@
 A store hands its tensors to the queue and returns. A thread packs them into its own page-aligned buffer, takes the
 checksum, and writes; a single dense tensor goes through a small buffer piece by piece. The queue is bounded: with
 `depth` parcels waiting, `store` waits too and `ready` returns `False`. Nothing is copied on the caller's thread, and
-packing, checksum and I/O all run without Python's lock.
+packing, checksum and I/O all run without Python's lock. Tensors of a GPU are copied through pinned memory on a side
+stream of the thread, behind what computes them; only that thread waits for the copy.
 
 Tensors are made and freed by the threads that call, never by those of the pool, so that a step measured in its own
 thread includes all of its memory.
@@ -14,6 +15,7 @@ threads that have nothing else to do; a faster sum would not detect words that c
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import queue
@@ -32,6 +34,7 @@ from torch import Tensor
 from encore.errors import TierError
 from encore.tiers.layout import PAGE, rounded
 from encore.tiers.slot_file import SlotFile
+from encore.tiers.streams import Events, SideStreams, record_events
 from encore.tiers.tier import Block, Tier
 from encore.units import check_count, parse_bytes
 
@@ -56,18 +59,21 @@ class _Slot:
     checksum: int = 0
 
 
-class _Buffer:
-    """Page-aligned memory of one thread."""
+class _Lane:
+    """What one thread moves bytes with: page-aligned memory, pinned for tensors of a GPU, and side streams."""
 
     def __init__(self) -> None:
-        self.memory = mmap.mmap(-1, PAGE)
-        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.streams = SideStreams()
+        self._plain = torch.frombuffer(mmap.mmap(-1, PAGE), dtype=torch.uint8)
+        self._pinned = torch.empty(0, dtype=torch.uint8)
 
-    def of(self, size: int) -> tuple[Tensor, memoryview]:
-        if len(self.memory) < size:
-            self.memory = mmap.mmap(-1, size)
-            self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
-        return self.bytes, memoryview(self.memory)[:size]
+    def memory(self, size: int, *, pinned: bool) -> tuple[Tensor, memoryview]:
+        if pinned and len(self._pinned) < size:
+            self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        elif not pinned and len(self._plain) < size:
+            self._plain = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        found = self._pinned if pinned else self._plain
+        return found, memoryview((ctypes.c_ubyte * size).from_address(found.data_ptr())).cast("B")
 
 
 class Disk(Tier):
@@ -96,7 +102,7 @@ class Disk(Tier):
         self.workers = check_count(workers, "workers")
         self.place = str(folder)
         self._file = SlotFile(folder, capacity=most, direct=direct)
-        self._jobs: queue.SimpleQueue[Callable[[_Buffer], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[_Lane], None] | None] = queue.SimpleQueue()
         self._process = os.getpid()
         self._threads = [
             threading.Thread(target=_work, args=(self._jobs,), name=f"encore-disk-{number}", daemon=True)
@@ -138,14 +144,12 @@ class Disk(Tier):
             block.place = None
 
     def _send(self, block: Block) -> None:
-        assert block.tensors is not None
-        arrived = _arrival(block.tensors)
-        self._jobs.put(lambda buffer: self._write(block, buffer, arrived))
+        computed = record_events(block.streams)
+        self._jobs.put(lambda lane: self._write(block, lane, computed))
 
     def _fetch(self, block: Block) -> None:
-        block.tensors = block.layout.make()
-        unused = _arrival(block.tensors)  # kernels that are queued may still use this memory
-        self._jobs.put(lambda buffer: self._read(block, buffer, unused))
+        unused = record_events(block.streams)  # kernels that are queued may still use this memory
+        self._jobs.put(lambda lane: self._read(block, lane, unused))
 
     def _await_transfer(self) -> None:
         arrived = self._changed.wait(timeout=1.0)
@@ -162,19 +166,19 @@ class Disk(Tier):
 
     # -- on the tier's threads ---------------------------------------------------------------------------------------
 
-    def _write(self, block: Block, buffer: _Buffer, arrived: Callable[[], None]) -> None:
+    def _write(self, block: Block, lane: _Lane, computed: Events) -> None:
         started = time.perf_counter()
         error: TierError | None = None
         tensors = block.tensors
         assert tensors is not None
         try:
             if not block.freed:
-                arrived()
                 checksum = 0
-                for first, memory, view in _pieces(block, buffer):
-                    block.layout.pack(tensors, memory, first, len(view))
-                    checksum = zlib.crc32(view, checksum)
-                    self._file.write(block.place.offset + first, view)
+                with lane.streams.behind(computed):
+                    for first, memory, view in _pieces(block, lane):
+                        block.layout.pack(tensors, memory, first, len(view))
+                        checksum = zlib.crc32(view, checksum)
+                        self._file.write(block.place.offset + first, view)
                 block.check_unchanged(self.name)
                 block.place.checksum = checksum
         except Exception as problem:
@@ -185,17 +189,17 @@ class Disk(Tier):
             self._count_store(block, block.times.stored - started)
             self._finish_store(block, error=error)
 
-    def _read(self, block: Block, buffer: _Buffer, unused: Callable[[], None]) -> None:
+    def _read(self, block: Block, lane: _Lane, unused: Events) -> None:
         started = time.perf_counter()
         error: TierError | None = None
         assert block.tensors is not None
         try:
-            unused()
             checksum = 0
-            for first, memory, view in _pieces(block, buffer):
-                self._file.read(block.place.offset + first, view)
-                checksum = zlib.crc32(view, checksum)
-                block.layout.fill(block.tensors, memory, first, len(view))
+            with lane.streams.behind(unused):
+                for first, memory, view in _pieces(block, lane):
+                    self._file.read(block.place.offset + first, view)
+                    checksum = zlib.crc32(view, checksum)
+                    block.layout.fill(block.tensors, memory, first, len(view))
             if checksum != block.place.checksum:
                 raise TierError(
                     f"{block.bytes} bytes came back from the disk tier changed: their checksum is another; "
@@ -215,10 +219,10 @@ class Disk(Tier):
             self._changed.notify_all()
 
 
-def _work(jobs: queue.SimpleQueue[Callable[[_Buffer], None] | None]) -> None:
-    buffer = _Buffer()
+def _work(jobs: queue.SimpleQueue[Callable[[_Lane], None] | None]) -> None:
+    lane = _Lane()
     while (job := jobs.get()) is not None:
-        job(buffer)
+        job(lane)
         del job  # it knows the tier, which may go now
 
 
@@ -232,25 +236,13 @@ def _shut(jobs: queue.SimpleQueue, threads: Sequence[threading.Thread], file: Sl
         file.close()  # else a thread is stuck in the disk, and the file goes with the process
 
 
-def _pieces(block: Block, buffer: _Buffer) -> Iterator[tuple[int, Tensor, memoryview]]:
+def _pieces(block: Block, lane: _Lane) -> Iterator[tuple[int, Tensor, memoryview]]:
     """The whole pages of a block, one piece after the other: its first byte, and the buffer to move it through. What
     is not dense is packed as a whole."""
     pages = rounded(max(block.bytes, 1), PAGE)
     most = PIECE if block.layout.is_plain else pages
     for first in range(0, pages, most):
-        yield first, *buffer.of(min(most, pages - first))
-
-
-def _arrival(tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """To call before another thread reads or writes tensors: waits for what their devices have been given so far."""
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    events = [torch.accelerator.current_stream(device).record_event() for device in devices]
-
-    def wait() -> None:
-        for event in events:
-            event.synchronize()
-
-    return wait
+        yield first, *lane.memory(min(most, pages - first), pinned=bool(block.streams))
 
 
 def _as_tier_error(problem: Exception) -> TierError:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ from encore.devices import is_here
 from encore.errors import TierError
 from encore.tiers.layout import PAGE, rounded
 from encore.tiers.limits import available_memory
-from encore.tiers.tier import Block, Parcel, Tier
+from encore.tiers.streams import Events, SideStreams, record_events
+from encore.tiers.tier import Block, Tier
 from encore.units import bytes_text, parse_bytes
 
 SPARE = 256 << 20
@@ -40,14 +41,8 @@ class _HostRoom:
     """Host memory of a block: pinned if it comes from a GPU, else that of its tensors."""
 
     pinned: Tensor | None = None
-    stream: torch.Stream | None = None
-    """The stream that computes: the tensors' memory is in its pool."""
-    sent: torch.Event | None = None
-    fetched: torch.Event | None = None
-
-    @property
-    def events(self) -> list[torch.Event]:
-        return [event for event in (self.sent, self.fetched) if event is not None]
+    sent: Events = field(default_factory=dict)
+    fetched: Events = field(default_factory=dict)
 
 
 class Host(Tier):
@@ -62,12 +57,11 @@ class Host(Tier):
         self._looked_at = -LOOK_EVERY
         self._pinned: dict[int, list[tuple[Tensor, list[torch.Event]]]] = {}
         """Pinned blocks that are free once these events have passed, by size."""
-        self._streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
-        """Of each GPU, the outgoing and the incoming one."""
+        self._outgoing, self._incoming = SideStreams(), SideStreams()
 
     @property
     def busy(self) -> bool:
-        return super().busy or not all(incoming.query() for _, incoming in list(self._streams.values()))
+        return super().busy or not self._incoming.idle
 
     def memory(self, size: int) -> int:
         return self.depth * size if is_here("cuda") else 0
@@ -76,25 +70,12 @@ class Host(Tier):
         if not self.has_room(sum(sizes)):
             raise self._full(f"the {bytes_text(sum(sizes))} of a step", "feature maps go to disk: tiers=('disk',)")
 
-    def load(self, parcel: Parcel) -> list[Tensor]:
-        tensors = super().load(parcel)
-        room = parcel.block.place
-        if room is not None and room.fetched is not None:  # loaded, and not still in memory
-            current = torch.accelerator.current_stream(room.stream.device)
-            current.wait_event(room.fetched)
-            if current != room.stream:
-                for tensor in tensors:
-                    if tensor.is_cuda:
-                        tensor.record_stream(current)
-        return tensors
-
     def close(self) -> None:
         with self._changed:
             if not self._closed:
                 self._closed = True
-                for pair in self._streams.values():
-                    for stream in pair:
-                        stream.synchronize()
+                self._outgoing.synchronize()
+                self._incoming.synchronize()
                 for blocks in (self._pinned, self._leaving, self._ahead, self._abandoned):
                     blocks.clear()
 
@@ -130,67 +111,61 @@ class Host(Tier):
             return
         self.used -= block.bytes
         self._looked_at = min(self._looked_at, self.used)
+        if block.tensors is not None:  # loaded, and not taken: freed behind the copy
+            for device, event in room.fetched.items():
+                block.streams[device].wait_event(event)
         if room.pinned is not None:
-            if room.fetched is not None:  # tensors that were loaded, and not taken, are free by now
-                room.stream.wait_event(room.fetched)
-            self._pinned.setdefault(len(room.pinned), []).append((room.pinned, room.events))
+            events = [*room.sent.values(), *room.fetched.values()]
+            self._pinned.setdefault(len(room.pinned), []).append((room.pinned, events))
 
     def _send(self, block: Block) -> None:
         """From a GPU, copy into a pinned block on the outgoing stream, behind what computes the tensors."""
         started = time.perf_counter()
         assert block.tensors is not None
         with self._changed:
-            device = next((tensor.device for tensor in block.tensors if tensor.is_cuda), None)
-            if device is None:
-                self._finish_store(block, stored=False)
-            else:
+            if block.streams:
                 room = block.place
-                size = rounded(max(block.bytes, 1), PAGE)
-                outgoing, _ = self._streams_of(device)
-                free = self._pinned.get(size)
-                room.pinned, earlier = (
-                    free.pop(0) if free else (torch.empty(size, dtype=torch.uint8, pin_memory=True), [])
-                )
-                for event in earlier:
-                    outgoing.wait_event(event)
-                room.stream = torch.accelerator.current_stream(device)
-                outgoing.wait_stream(room.stream)
-                with outgoing:
+                room.pinned, earlier = self._take_pinned(block.bytes)
+                with self._outgoing.behind(record_events(block.streams), earlier):
                     block.layout.pack(block.tensors, room.pinned, wait=False)
-                room.sent = outgoing.record_event()
+                room.sent = self._outgoing.record(block.streams)
+            else:
+                self._finish_store(block, stored=False)
             self._count_store(block, time.perf_counter() - started)
+
+    def _take_pinned(self, size: int) -> tuple[Tensor, list[torch.Event]]:
+        size = rounded(max(size, 1), PAGE)
+        free = self._pinned.get(size)
+        return free.pop(0) if free else (torch.empty(size, dtype=torch.uint8, pin_memory=True), [])
 
     def _fetch(self, block: Block) -> None:
         """Copy back on the incoming stream, behind the store and behind what used the memory before."""
         room = block.place
-        device = next(entry.device for entry in block.layout.entries if entry.device.type == "cuda")
-        _, incoming = self._streams_of(device)
-        room.stream = torch.accelerator.current_stream(device)
-        block.tensors = block.layout.make()
-        incoming.wait_event(room.sent)
-        incoming.wait_stream(room.stream)
-        with incoming:
+        assert block.tensors is not None
+        with self._incoming.behind(record_events(block.streams), room.sent.values()):
             block.layout.fill(block.tensors, room.pinned, wait=False)
-        room.fetched = incoming.record_event()
+        room.fetched = self._incoming.record(block.streams)
         self.transfers.bytes_loaded += block.bytes
         block.loading = False
 
+    def _hand_over(self, block: Block, tensors: Sequence[Tensor]) -> None:
+        if block.stored:
+            for device, event in block.place.fetched.items():
+                torch.accelerator.current_stream(device).wait_event(event)
+        super()._hand_over(block, tensors)
+
     def _await_transfer(self) -> None:
         """The device waits: tensors are freed behind the copy, in the order of the stream that computes."""
-        room = self._leaving[0].place if self._leaving else None
-        if room is not None and room.sent is not None:
-            room.stream.wait_event(room.sent)
-            self._finish_store(self._leaving[0])
+        oldest = self._leaving[0] if self._leaving else None
+        if oldest is not None and oldest.place is not None and oldest.place.sent:
+            for device, event in oldest.place.sent.items():
+                oldest.streams[device].wait_event(event)
+            self._finish_store(oldest)
         else:
             self._changed.wait(timeout=1.0)  # another thread is about to send it
 
     def _poll(self) -> None:
         while self._leaving and (room := self._leaving[0].place) is not None:
-            if room.sent is None or not room.sent.query():
+            if not room.sent or not all(event.query() for event in room.sent.values()):
                 return
             self._finish_store(self._leaving[0])
-
-    def _streams_of(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
-        if device not in self._streams:
-            self._streams[device] = torch.Stream(device), torch.Stream(device)
-        return self._streams[device]

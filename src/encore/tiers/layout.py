@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from encore.devices import KINDS, kind_of
 from encore.errors import TierError
 
 LINE = 64
@@ -153,6 +154,11 @@ def layout_of(tensors: Sequence[Tensor]) -> BlockLayout:
     known: dict[int, int] = {}
     position = 0
     for tensor in tensors:
+        if kind_of(tensor.device) not in KINDS:
+            raise TierError(
+                f"a tier takes tensors of CPUs and CUDA devices, not of {tensor.device}, whose order of copies is not "
+                "known to it; leave out tiers=, or store a copy on the CPU"
+            )
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             raise TierError(
                 f"a tier takes plain dense tensors, not one with layout {tensor.layout}"

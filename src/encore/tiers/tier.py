@@ -17,10 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from encore.errors import TierError
 from encore.tiers.layout import BlockLayout, layout_of
+from encore.tiers.streams import current_streams
 from encore.units import check_count
 
 
@@ -71,13 +73,17 @@ class Block:
     """The tensors of one parcel, and where they are. Its fields change under the tier's lock, or belong to the thread
     that moves it. It has no reference to its tier, which is closed when the last outside reference is gone."""
 
-    __slots__ = ("error", "freed", "layout", "leaving", "loading", "place", "stored", "tensors", "times", "versions")
+    __slots__ = (
+        "error", "freed", "layout", "leaving", "loading", "place", "stored", "streams", "tensors", "times", "versions",
+    )  # fmt: skip
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.layout: BlockLayout = layout_of(tensors)
         detached = {id(tensor): tensor.detach() for tensor in tensors}
         self.tensors: list[Tensor] | None = [detached[id(tensor)] for tensor in tensors]  # one tensor stays one
         """Kept until they are stored, and again from the beginning of a load until it is taken."""
+        self.streams = current_streams(tensors)
+        """Of each accelerator, the stream that computed its tensors, or that they were allocated by to be loaded."""
         self.versions = [tensor._version for tensor in tensors]
         self.times = Times()
         self.place: Any = None
@@ -225,10 +231,12 @@ class Tier(abc.ABC):
                 block.check_unchanged(self.name)
                 self.transfers.from_memory += 1
                 self.transfers.bytes_loaded += 0 if block.leaving else block.bytes
-                return list(block.tensors)
-            tensors, block.tensors = block.tensors, None
-            self._ahead.discard(block)
-            self._changed.notify_all()
+                tensors = list(block.tensors)
+            else:
+                tensors, block.tensors = block.tensors, None
+                self._ahead.discard(block)
+                self._changed.notify_all()
+            self._hand_over(block, tensors)
             return tensors
 
     def free(self, parcel: Parcel) -> None:
@@ -302,11 +310,11 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def _fetch(self, block: Block) -> None:
-        """Begin to load a block, under the lock: gives it `tensors`, and resets `loading` when they may be read."""
+        """Begin to load a block, under the lock: fills its `tensors`, and resets `loading` when they may be read."""
 
     @abc.abstractmethod
     def _release(self, block: Block) -> None:
-        """Give the room of a block back, under the lock, if it has any."""
+        """Give the room of a block back, under the lock, if it has any, before its tensors are dropped."""
 
     @abc.abstractmethod
     def _await_transfer(self) -> None:
@@ -335,9 +343,22 @@ class Tier(abc.ABC):
         self._changed.notify_all()
 
     def _begin_loading(self, block: Block) -> None:
+        block.tensors = block.layout.make()  # may be out of memory
+        block.streams = current_streams(block.tensors)
         self._ahead.add(block)
         block.loading = True
         self._fetch(block)
+
+    def _hand_over(self, block: Block, tensors: Sequence[Tensor]) -> None:
+        """Order what comes next on the current streams behind what made these tensors; their memory, once it is freed,
+        is used again only behind both."""
+        for device, stream in block.streams.items():
+            current = torch.accelerator.current_stream(device)
+            if current != stream:
+                current.wait_stream(stream)
+                for tensor in tensors:
+                    if tensor.device == device:
+                        tensor.record_stream(current)
 
     def _wait_until(self, reached: Callable[[], bool]) -> None:
         started = time.perf_counter()
@@ -349,9 +370,9 @@ class Tier(abc.ABC):
         """Drop the tensors of finished transfers."""
         self._poll()
         for block in self._finished:
-            block.tensors = None
             if block.freed:
                 self._release(block)
+            block.tensors = None
         self._finished.clear()
 
     def _free(self, block: Block) -> None:
@@ -363,8 +384,8 @@ class Tier(abc.ABC):
                 self._drop(block)
 
     def _drop(self, block: Block) -> None:
-        block.tensors = None
         self._release(block)
+        block.tensors = None
 
     def _free_abandoned(self) -> None:
         while self._abandoned:
