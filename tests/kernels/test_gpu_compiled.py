@@ -22,6 +22,7 @@ RECURRENT = {
     **dict.fromkeys(("products", "bias", "cell", "raw", "after", "before", "cells", "left", "initial"), "*fp32"),
     **dict.fromkeys(("grad_state", "grad_gates", "grad_cell", "matrix", "sums", "previous", "total"), "*fp32"),
     **dict.fromkeys(("output", "gates", "grad_output"), "*bf16"),
+    "resets": "*i1",
     **dict.fromkeys(("hidden", "width", "grad_stride", *BATCH), "i32"),
 }
 

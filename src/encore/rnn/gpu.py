@@ -68,7 +68,7 @@ def rebuild(cell: str, steps: RebuiltGates) -> None:
         left, found = states_before(steps.chunk, number, cells, entering)
         _over_rows(
             recurrent.lstm_cell_again, step.active, steps.hidden, steps.gates[step.rows], steps.bias, left, found,
-            entering.initial, cells[step.rows], _at(steps.raw, step),
+            entering.initial, _at(steps.resets, step), cells[step.rows], _at(steps.raw, step),
         )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def _lstm_backward(unprojected: Tensor | None, steps: BackwardSteps, step: Step)
     left, found = states_before(steps.chunk, step.number, cells, entering)
     _over_rows(
         recurrent.lstm_cell_backward, step.active, steps.hidden, *incoming, _at(steps.gates, step), cells[step.rows],
-        left, found, entering.initial, steps.grad_gates[step.rows], grad_cell,
+        left, found, entering.initial, _at(steps.resets, step), steps.grad_gates[step.rows], grad_cell,
     )  # fmt: skip
 
 
