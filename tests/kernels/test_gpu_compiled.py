@@ -15,14 +15,21 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET is set: nothing is compiled"
 )
 
-BATCH = ("active", "found", "count", "queries", "tiles", "rows", "groups")
+BATCH = ("active", "found", "count", "queries", "tiles", "rows", "groups", "begin", "end", "batch", "grad_step")
 """Arguments that grow with the batch or with lengths."""
 
 RECURRENT = {
     **dict.fromkeys(("products", "bias", "cell", "raw", "after", "before", "cells", "left", "initial"), "*fp32"),
     **dict.fromkeys(("grad_state", "grad_gates", "grad_cell", "matrix", "sums", "previous", "total"), "*fp32"),
     **dict.fromkeys(("output", "gates", "grad_output"), "*bf16"),
+    "resets": "*i1",
     **dict.fromkeys(("hidden", "width", "grad_stride", *BATCH), "i32"),
+}
+
+LOOPS = {
+    **RECURRENT,
+    **dict.fromkeys(("inputs", "weight", "entering"), "*fp32"),
+    "meeting": "*i32",
 }
 
 SCORES = {
@@ -56,6 +63,10 @@ WINDOW = {f"{name}{axis}": size for name, size in {"K": 3, "S": 2, "P": 1, "D": 
 
 FAMILIES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "recurrent": (RECURRENT, {"ROWS": 4, "UNITS": 256, "RELU": True}),
+    "recurrent_loops": (
+        LOOPS,
+        {"ROWS": 16, "UNITS": 32, "DEPTH": 32, "PROGRAMS": 8, "REVERSE": True, "RELU": True, "PRECISION": "ieee"},
+    ),
     "scores": (SCORES, {"KEYS": 4, "UNITS": 256, "EPS": 1e-5, "ADD": True}),
     "bits": (
         BITS,
@@ -113,7 +124,7 @@ def test_compiles(family: str, capability: int) -> None:
 
 def at_once(family: str, capability: int) -> bool:
     """Is a kernel compiled in `make test`? Those of recurrent layers and scores are, for one target."""
-    return family in ("recurrent", "scores") and capability == TARGETS[0]
+    return family in ("recurrent", "recurrent_loops", "scores") and capability == TARGETS[0]
 
 
 @pytest.mark.parametrize(

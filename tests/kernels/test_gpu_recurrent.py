@@ -32,6 +32,7 @@ SIZES = torch.tensor([3, 3, 2, 1])
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "recurrent", interpreted("recurrent"))
+    monkeypatch.setattr(gpu, "recurrent_loops", interpreted("recurrent_loops"))
 
 
 def operands(kind: str, packed: bool, projected: bool, dtype: torch.dtype) -> list[Any]:

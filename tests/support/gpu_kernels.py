@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import inspect
+import math
+import random
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -72,9 +76,11 @@ def kernels_of(name: str) -> dict[str, Any]:
     }
 
 
-def compiled(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], capability: int) -> Any:
+def compiled(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], capability: int, **options: Any
+) -> Any:  # fmt: skip
     """The kernel for a GPU of this compute capability: `asm` holds every stage from TTIR to machine code."""
-    return triton.compile(_source(kernel, types, constants), target=_target(capability))
+    return triton.compile(_source(kernel, types, constants), target=_target(capability), options=options)
 
 
 def ttir(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> str:
@@ -137,6 +143,108 @@ def only_program(*numbers: int) -> Iterator[None]:
         # Tensors are on the CPU and need not come back from there; a copy would touch all of their memory.
         patch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
         yield
+
+
+@contextmanager
+def programs_together(seed: int) -> Iterator[list[int]]:
+    """Programs of a grid take turns, at random, wherever they wait for each other or read what others count: at
+    barriers and atomic operations. The interpreter runs one after the other to its end. The list has the grids."""
+    from triton.runtime import interpreter
+
+    builder, executor = interpreter.interpreter_builder, interpreter.GridExecutor
+    call, barrier, atomic = executor.__call__, builder.create_barrier, builder.create_atomic_rmw
+    baton = _Baton(builder, random.Random(seed))
+    grids: list[int] = []
+
+    def run_grid(self: Any, *args: Any, **kwargs: Any) -> Any:
+        programs: list[Callable[[], Any]] = []
+        fn = self.fn
+
+        def start(**given: Any) -> None:
+            programs.append(functools.partial(fn, **given))
+            baton.places.append(builder.grid_idx)
+            if len(programs) == math.prod(builder.grid_dim):
+                grids.append(len(programs))
+                baton.run(programs)
+
+        self.fn = _Started(fn, start)
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            self.fn = fn
+
+    def yielding(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            baton.pass_on()
+            return operation(*args)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "__call__", run_grid)
+        patch.setattr(builder, "create_barrier", yielding(barrier))
+        patch.setattr(builder, "create_atomic_rmw", yielding(atomic))
+        yield grids
+
+
+class _Started:
+    """A kernel's function for the interpreter, which looks at its arguments and globals."""
+
+    def __init__(self, fn: Any, start: Callable[..., None]) -> None:
+        self.__name__, self.__globals__, self.__signature__ = fn.__name__, fn.__globals__, inspect.signature(fn)
+        self._start = start
+
+    def __call__(self, **given: Any) -> None:
+        self._start(**given)
+
+
+class _Baton:
+    """Threads of which one runs at a time."""
+
+    def __init__(self, builder: Any, chance: random.Random) -> None:
+        self.builder, self.chance = builder, chance
+        self.places: list[Any] = []
+        self._turns: list[threading.Semaphore] = []
+        self._back = threading.Semaphore(0)
+        self._mine = threading.local()
+        self._errors: list[BaseException] = []
+        self._done: list[bool] = []
+
+    def run(self, programs: list[Callable[[], Any]]) -> None:
+        self._turns, self._done = [threading.Semaphore(0) for _ in programs], [False] * len(programs)
+        threads = [threading.Thread(target=self._program, args=each) for each in enumerate(programs)]
+        for thread in threads:
+            thread.start()
+        while alive := [number for number, thread in enumerate(threads) if thread.is_alive()]:
+            self._turns[self.chance.choice(alive)].release()
+            self._back.acquire()
+            for number in alive:
+                if self._done[number]:
+                    threads[number].join()
+        self.places.clear()
+        if self._errors:
+            raise self._errors[0]
+
+    def pass_on(self) -> None:
+        number = getattr(self._mine, "number", None)
+        if number is not None:
+            self._back.release()
+            self._wait(number)
+
+    def _wait(self, number: int) -> None:
+        self._turns[number].acquire()
+        self.builder.set_grid_idx(*self.places[number])
+
+    def _program(self, number: int, program: Callable[[], Any]) -> None:
+        self._mine.number = number
+        self._wait(number)
+        try:
+            program()
+        except BaseException as error:  # raised again where the grid was launched
+            self._errors.append(error)
+        finally:
+            self._done[number] = True
+            self._back.release()
 
 
 def taken_aside(call: Callable[[], Any]) -> tuple[int, Any]:

@@ -16,6 +16,7 @@ from encore.devices.accelerator import (
     free_bytes,
     generators_kept,
     is_here,
+    processors,
     synchronize,
 )
 from encore.devices.caching_allocator import CachingAllocator, DeviceBlock
@@ -26,5 +27,6 @@ from encore.devices.profiles import PROFILES, DeviceProfile, find_profile
 __all__ = [
     "HALF", "KINDS", "PROFILES", "CachingAllocator", "CudaOperators", "DeviceBlock", "DeviceKind", "DeviceProfile",
     "capability", "default_generator", "default_generators", "device_names", "devices_in_use", "find_profile",
-    "free_bytes", "generators_kept", "is_here", "kind_of", "synchronize",
+    "free_bytes", "generators_kept", "is_here", "kind_of", "processors",
+    "synchronize",
 ]  # fmt: skip

@@ -35,6 +35,11 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if torch.version.hip is None and is_here(device) else None
 
 
+def processors(device: torch.device) -> int:
+    """The streaming multiprocessors of a CUDA device that is here; 1 for any other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_here(device) else 1
+
+
 def synchronize(device: str | torch.device | None = None) -> None:
     """Wait for a device; for all that are in use, if none is given."""
     devices = devices_in_use() if device is None else [torch.device(device)]

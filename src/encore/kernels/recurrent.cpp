@@ -373,6 +373,9 @@ inline const real* previous(const Steps& steps, const Entering<real>& enter, con
   return enter.initial + b * hidden;
 }
 
+// Whether a row (as in the chunk) begins a sequence of its own: it finds states of zero, and hands no gradient back.
+inline bool begins(const bool* resets, int64_t row) { return resets && resets[row]; }
+
 // ---- LSTM ----------------------------------------------------------------------------------------------------------
 
 template <typename real, typename store, typename operand>
@@ -389,6 +392,7 @@ struct LstmForward {
   store* output;         // [rows, width]
   store* gates;          // [rows, 4 * hidden] or null: i, f, g, o as the cell used them; may be `inputs`
   real* cells;           // [rows, hidden] or null: c
+  const bool* resets;    // [rows] or null
 };
 
 template <typename real, typename store, typename operand>
@@ -404,12 +408,15 @@ void lstm_forward(const LstmForward<real, store, operand>& call) {
       operand* after = call.state[(i + 1) % 2];
       const auto cell = [&](int64_t b, int64_t u, int64_t n, const Vec<real>(&sum)[4]) {
         const int64_t row = first + b;
+        const bool reset = begins(call.resets, row);
         const real* in = call.inputs + row * 4 * hidden + u;
         const auto gate = [&](int g) {
-          return sum[g] + load<real>(in + g * hidden, n) + load<real>(call.bias + g * hidden + u, n);
+          const Vec<real> input = load<real>(in + g * hidden, n);
+          return (reset ? input : sum[g] + input) + load<real>(call.bias + g * hidden + u, n);
         };
         const Vec<real> i_ = sigmoid(gate(0)), f = sigmoid(gate(1)), g = tanh(gate(2)), o = sigmoid(gate(3));
-        const Vec<real> c = at::vec::fmadd(f, load<real>(call.cell + b * hidden + u, n), i_ * g);
+        const Vec<real> found = reset ? Vec<real>(0) : load<real>(call.cell + b * hidden + u, n);
+        const Vec<real> c = at::vec::fmadd(f, found, i_ * g);
         const Vec<real> h = o * tanh(c);
         save<real>(call.cell + b * hidden + u, c, n);
         if (call.gates) {
@@ -452,6 +459,7 @@ struct LstmRebuild {
   real* gates;          // [rows, 4 * hidden]: products in, gates out
   real* cells;          // [rows, hidden]: c out
   real* raw;            // [rows, hidden] or null: h before its projection, out
+  const bool* resets;   // [rows] or null
 };
 
 template <typename real>
@@ -471,7 +479,8 @@ void lstm_rebuild(const LstmRebuild<real>& call) {
         };
         const Vec<real> i_ = sigmoid(gate(0)), f = sigmoid(gate(1)), g = tanh(gate(2)), o = sigmoid(gate(3));
         const real* before = previous(call.steps, call.enter, static_cast<const real*>(call.cells), i, b, hidden);
-        const Vec<real> c = at::vec::fmadd(f, load<real>(before + u, n), i_ * g);
+        const Vec<real> found = begins(call.resets, row) ? Vec<real>(0) : load<real>(before + u, n);
+        const Vec<real> c = at::vec::fmadd(f, found, i_ * g);
         save<real>(gates, i_, n);
         save<real>(gates + hidden, f, n);
         save<real>(gates + 2 * hidden, g, n);
@@ -499,6 +508,7 @@ struct LstmBackward {
   real* grad_state;            // [batch, width], in place
   real* grad_cell;             // [batch, hidden], in place
   real* grad_projected;        // [rows, width] or null: gradients of h behind its projection, out
+  const bool* resets;          // [rows] or null
 };
 
 template <typename real, typename store, typename kept, typename operand>
@@ -510,7 +520,9 @@ inline void lstm_cell_backward(const LstmBackward<real, store, kept, operand>& c
   const Vec<real> i_ = load<real>(gates, n), f = load<real>(gates + hidden, n), g = load<real>(gates + 2 * hidden, n),
                   o = load<real>(gates + 3 * hidden, n);
   const Vec<real> tanh_c = tanh(load<real>(call.cells + row * hidden + u, n));
-  const Vec<real> before = load<real>(previous(call.steps, call.enter, call.cells, i, b, hidden) + u, n);
+  const bool reset = begins(call.resets, row);
+  const Vec<real> before =
+      reset ? Vec<real>(0) : load<real>(previous(call.steps, call.enter, call.cells, i, b, hidden) + u, n);
   real* grad_cell = call.grad_cell + b * hidden + u;
   const Vec<real> grad_c = load<real>(grad_cell, n) + grad_h * o * (one - tanh_c * tanh_c);
   operand* out = call.grad_gates + row * 4 * hidden + u;
@@ -518,7 +530,7 @@ inline void lstm_cell_backward(const LstmBackward<real, store, kept, operand>& c
   save<real>(out + hidden, grad_c * before * f * (one - f), n);
   save<real>(out + 2 * hidden, grad_c * i_ * (one - g * g), n);
   save<real>(out + 3 * hidden, grad_h * tanh_c * o * (one - o), n);
-  save<real>(grad_cell, grad_c * f, n);
+  save<real>(grad_cell, reset ? Vec<real>(0) : grad_c * f, n);
 }
 
 // What reaches h of row `b` at step `i`: from later steps and from the output.
@@ -531,7 +543,7 @@ inline Vec<real> incoming(const Call& call, int64_t i, int64_t b, int64_t u, int
 
 // Walk the steps of a chunk backwards. Without a weight (there is one step only), the product with it is the caller's.
 // `cell(i, b, u, n)` writes the gates' gradients of one vector of units;
-// `carry(b, u, n, sum)` takes their product with the weight. The tile of a product and the cells of the step before
+// `carry(i, b, u, n, sum)` takes their product with the weight. The tile of a product and the cells of the step before
 // cover the same units and rows, so that threads need not meet in between.
 template <typename operand, typename Fetch, typename Cell, typename Carry>
 void walk_back(const Steps& steps, const Panels<operand, 1, 3>& weight, const operand* grad_gates, int64_t stride,
@@ -543,7 +555,8 @@ void walk_back(const Steps& steps, const Panels<operand, 1, 3>& weight, const op
     const auto fetch_next = [&](int64_t b, int64_t u) {
       if (b < next) fetch(i - 1, b, u);
     };
-    product(weight, a, stride, rows, std::max(rows, next), thread, threads, fetch_next, carry,
+    const auto carry_from = [&](int64_t b, int64_t u, int64_t n, const Vec<real>(&sum)[1]) { carry(i, b, u, n, sum); };
+    product(weight, a, stride, rows, std::max(rows, next), thread, threads, fetch_next, carry_from,
             [&](int64_t begin, int64_t end, int64_t unit, int64_t last) {
               for (int64_t b = begin; b < std::min(end, next); ++b)
                 for (int64_t u = unit; u < last; u += lanes<real>)
@@ -559,8 +572,8 @@ void lstm_backward(const LstmBackward<real, store, kept, operand>& call) {
   const Panels<operand, 1, 3> weight{call.weight, width, 4 * hidden};
   const int64_t batch = *std::max_element(call.steps.active, call.steps.active + call.steps.count);
   together(batch * 4 * hidden * width, call.steps.threads, [&](int thread, int threads) {
-    const auto carry = [&](int64_t b, int64_t u, int64_t n, const Vec<real>(&sum)[1]) {
-      save<real>(call.grad_state + b * width + u, sum[0], n);
+    const auto carry = [&](int64_t i, int64_t b, int64_t u, int64_t n, const Vec<real>(&sum)[1]) {
+      save<real>(call.grad_state + b * width + u, begins(call.resets, call.steps.row[i] + b) ? Vec<real>(0) : sum[0], n);
     };
     if (!call.projection) {
       const auto cell = [&](int64_t i, int64_t b, int64_t u, int64_t n) {
@@ -588,7 +601,8 @@ void lstm_backward(const LstmBackward<real, store, kept, operand>& call) {
             save<real>(call.grad_projected + (first + b) * width + u, incoming<real>(call, i, b, u, n, width), n);
           }
       };
-      product(weight, static_cast<const operand*>(nullptr), 0, 0, rows, thread, threads, no_fetch, carry, total);
+      const auto carry_from = [&](int64_t b, int64_t u, int64_t n, const Vec<real>(&sum)[1]) { carry(i, b, u, n, sum); };
+      product(weight, static_cast<const operand*>(nullptr), 0, 0, rows, thread, threads, no_fetch, carry_from, total);
       barrier(threads);
       const auto cell = [&](int64_t b, int64_t u, int64_t n, const Vec<real>(&sum)[1]) {
         lstm_cell_backward(call, i, b, u, n, sum[0]);
@@ -598,7 +612,7 @@ void lstm_backward(const LstmBackward<real, store, kept, operand>& call) {
       barrier(threads);
       if (!call.weight) continue;
       product(weight, static_cast<const operand*>(call.grad_gates + first * 4 * hidden), 4 * hidden, rows, rows, thread,
-              threads, no_fetch, carry, nothing);
+              threads, no_fetch, carry_from, nothing);
       barrier(threads);
     }
   });
@@ -616,6 +630,7 @@ struct GruForward {
   operand* state[2];
   store* output;
   store* gates; // [rows, 4 * hidden] or null; may be `inputs`
+  const bool* resets; // [rows] or null
 };
 
 template <typename real, typename store, typename operand>
@@ -629,13 +644,16 @@ void gru_forward(const GruForward<real, store, operand>& call) {
       operand* after = call.state[(i + 1) % 2];
       const auto cell = [&](int64_t b, int64_t u, int64_t count, const Vec<real>(&sum)[3]) {
         const int64_t row = first + b;
+        const bool reset = begins(call.resets, row);
+        const auto from_state = [&](int g) { return reset ? Vec<real>(0) : sum[g]; };
         const real* in = call.inputs + row * 4 * hidden + u;
         const auto at = [&](int g) { return load<real>(in + g * hidden, count); };
         const auto bias = [&](int g) { return load<real>(call.bias + g * hidden + u, count); };
-        const Vec<real> r = sigmoid(sum[0] + at(1) + bias(1)), z = sigmoid(sum[1] + at(2) + bias(2));
-        const Vec<real> recurrent = (call.weight ? sum[2] : at(3)) + bias(3);
+        const Vec<real> r = sigmoid(from_state(0) + at(1) + bias(1)), z = sigmoid(from_state(1) + at(2) + bias(2));
+        const Vec<real> recurrent = (call.weight ? from_state(2) : at(3)) + bias(3);
         const Vec<real> n = tanh(at::vec::fmadd(r, recurrent, at(0) + bias(0)));
-        const Vec<real> h = at::vec::fmadd(z, load<real>(before + b * hidden + u, count) - n, n);
+        const Vec<real> found = reset ? Vec<real>(0) : load<real>(before + b * hidden + u, count);
+        const Vec<real> h = at::vec::fmadd(z, found - n, n);
         if (call.gates) {
           store* out = call.gates + row * 4 * hidden + u;
           save<real>(out, n, count);
@@ -693,6 +711,7 @@ struct GruBackward {
   const operand* previous; // [rows, hidden]: h that each row found
   operand* grad_gates;   // [rows, 4 * hidden]; may be `gates`
   real* grad_state;      // [batch, hidden], in place
+  const bool* resets;    // [rows] or null
 };
 
 template <typename real, typename store, typename kept, typename operand>
@@ -716,9 +735,10 @@ void gru_backward(const GruBackward<real, store, kept, operand>& call) {
       save<real>(out + 3 * hidden, grad_n * r, count);
       save<real>(call.grad_state + b * hidden + u, grad * z, count);
     };
-    const auto carry = [&](int64_t b, int64_t u, int64_t count, const Vec<real>(&sum)[1]) {
+    const auto carry = [&](int64_t i, int64_t b, int64_t u, int64_t count, const Vec<real>(&sum)[1]) {
       real* grad = call.grad_state + b * hidden + u;
-      save<real>(grad, load<real>(grad, count) + sum[0], count);
+      const bool reset = begins(call.resets, call.steps.row[i] + b);
+      save<real>(grad, reset ? Vec<real>(0) : load<real>(grad, count) + sum[0], count);
     };
     const auto fetch = [&](int64_t i, int64_t b, int64_t u) {
       const int64_t row = call.steps.row[i] + b;
@@ -742,6 +762,7 @@ struct ElmanForward {
   const operand* weight; // packed; null where the inputs hold its products already
   operand* state[2];
   store* output;
+  const bool* resets; // [rows] or null
 };
 
 template <typename real, typename store, typename operand>
@@ -754,7 +775,8 @@ void elman_forward(const ElmanForward<real, store, operand>& call) {
       operand* after = call.state[(i + 1) % 2];
       const auto cell = [&](int64_t b, int64_t u, int64_t n, const Vec<real>(&sum)[1]) {
         const int64_t row = first + b;
-        const Vec<real> x = sum[0] + load<real>(call.inputs + row * hidden + u, n) + load<real>(call.bias + u, n);
+        const Vec<real> input = load<real>(call.inputs + row * hidden + u, n);
+        const Vec<real> x = (begins(call.resets, row) ? input : sum[0] + input) + load<real>(call.bias + u, n);
         const Vec<real> h = call.relu ? at::vec::maximum(x, Vec<real>(0)) : tanh(x);
         save<real>(call.output + row * hidden + u, h, n);
         save<real>(after + b * hidden + u, rounded<real, store>(h), n);
@@ -778,6 +800,7 @@ struct ElmanBackward {
   const store* output; // [rows, hidden]
   operand* grad_gates; // [rows, hidden]
   real* grad_state;    // [batch, hidden], in place
+  const bool* resets;  // [rows] or null
 };
 
 template <typename real, typename store, typename operand>
@@ -794,8 +817,9 @@ void elman_backward(const ElmanBackward<real, store, operand>& call) {
                                       : grad * (Vec<real>(1) - h * h);
       save<real>(call.grad_gates + at, out, n);
     };
-    const auto carry = [&](int64_t b, int64_t u, int64_t n, const Vec<real>(&sum)[1]) {
-      save<real>(call.grad_state + b * hidden + u, sum[0], n);
+    const auto carry = [&](int64_t i, int64_t b, int64_t u, int64_t n, const Vec<real>(&sum)[1]) {
+      save<real>(call.grad_state + b * hidden + u, begins(call.resets, call.steps.row[i] + b) ? Vec<real>(0) : sum[0],
+                 n);
     };
     const auto fetch = [&](int64_t i, int64_t b, int64_t u) {
       __builtin_prefetch(call.output + (call.steps.row[i] + b) * hidden + u);

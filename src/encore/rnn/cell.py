@@ -3,9 +3,10 @@
 `lstm.py`, `gru.py` and `elman.py` describe a `RecurrentCell` each, with a forward and a backward pass (`passes.py`);
 `operators.py` makes the operators `encore::<name>_forward` and `encore::<name>_backward` of a description.
 
-A forward operator takes the tensors of `operands`, `batch_sizes`, `reverse` and one option; it returns the output, the
-last states, and what only backward reads. A backward operator takes the gradients of output and last states, all that
-forward took, the output with what was kept, and whether the input and the weights need gradients.
+A forward operator takes the tensors of `operands`, `batch_sizes`, `reverse`, one option, and `resets`, which may be
+left out; it returns the output, the last states, and what only backward reads. A backward operator takes the gradients
+of output and last states, all that forward took (`resets` at the very end), the output with what was kept, and whether
+the input and the weights need gradients.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import torch
 from torch import Tensor
 
 from encore.rnn.arena import Buffers
-from encore.rnn.layer import LayerSizes, kernels_for, sizes_of
+from encore.rnn.layer import LayerSizes, check_resets, kernels_for, sizes_of
 from encore.rnn.sequence import kept_rows
 from encore.rnn.steps import StepKernels
 
 OPTIONAL = ("b_ih", "b_hh", "w_hr")
+RESETS = "Tensor? resets=None"
+"""The last argument of the operators. Calls without it are what they were before there was one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,9 @@ class LayerCall:
     batch_sizes: Tensor | None
     reverse: bool
     option: int
-    """The operator's last argument: `keep` of an LSTM and a GRU, `relu` of a plain layer."""
+    """`keep` of an LSTM and a GRU, `relu` of a plain layer."""
+    resets: Tensor | None
+    """`[T, B]`, booleans: the state of a row is zero before the steps at which it is true, in the order of the walk."""
     sizes: LayerSizes
     kernels: StepKernels
 
@@ -77,7 +82,7 @@ class RecurrentCell(abc.ABC):
     """Whether there are states that are kept every `keep` steps, which is the length of a chunk then."""
 
     @abc.abstractmethod
-    def reference(self, reverse: bool, option: int) -> Callable[..., tuple[Tensor, ...]]:
+    def reference(self, reverse: bool, option: int, resets: Tensor | None) -> Callable[..., tuple[Tensor, ...]]:
         """The layer in differentiable operators."""
 
     # ---- arguments and results --------------------------------------------------------------------------------------
@@ -97,18 +102,21 @@ class RecurrentCell(abc.ABC):
     def forward_schema(self) -> str:
         last = (f"{name[0]}_n" for name in self.state_names)
         results = ", ".join(f"Tensor {name}" for name in ("output", *last, *self.kept))
-        return f"{self.name}_forward({self.arguments}) -> ({results})"
+        return f"{self.name}_forward({self.arguments}, {RESETS}) -> ({results})"
 
     def backward_schema(self) -> str:
         grads = "".join(f"Tensor? grad_{name}, " for name in ("output", *(f"{name[0]}_n" for name in self.state_names)))
         kept = ", ".join(f"Tensor {name}" for name in ("output", *self.kept))
         results = ", ".join(f"Tensor {name}" for name in self.gradients)
-        return f"{self.name}_backward({grads}{self.arguments}, {kept}, bool need_x, bool need_weights) -> ({results})"
+        needs = "bool need_x, bool need_weights"
+        return f"{self.name}_backward({grads}{self.arguments}, {kept}, {needs}, {RESETS}) -> ({results})"
 
     def call(self, *args: Any) -> LayerCall:
         """Check the arguments of the forward operator."""
         named = dict(zip(self.operands, args, strict=False))
-        batch_sizes, reverse, option = args[len(self.operands) :]
+        batch_sizes, reverse, option, *rest = args[len(self.operands) :]
+        resets = rest[0] if rest else None
+        check_resets(f"{self.name}_forward", named["x"], batch_sizes, resets)
         keep = option if self.keeps_gates else 0
         return LayerCall(
             x=named["x"],
@@ -121,6 +129,7 @@ class RecurrentCell(abc.ABC):
             batch_sizes=batch_sizes,
             reverse=reverse,
             option=option,
+            resets=resets,
             sizes=sizes_of(self.name, self.gates, named, batch_sizes, keep, self.keeps_cells),
             kernels=kernels_for(named["x"].device),
         )
@@ -169,13 +178,14 @@ class RecurrentCell(abc.ABC):
             found["inputs"] = (rows, self.columns * sizes.hidden), real
         if not sizes.x_in_place:
             found["x"] = (rows, sizes.inputs), sizes.operand
-        return found
+        return {**found, **self._resets(call)}
 
     def backward_buffers(self, call: LayerCall, needs: Needs) -> Buffers:
         """The workspace of backward."""
         sizes, real, rows = call.sizes, call.sizes.real, call.sizes.chunk_rows
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "grad_gates": ((rows, self.columns * sizes.hidden), sizes.operand),
+            **self._resets(call),
         }
         found |= self._weight(call, 1, sizes.width, self.gates * sizes.hidden)
         if sizes.keep:
@@ -199,6 +209,12 @@ class RecurrentCell(abc.ABC):
             if not sizes.x_in_place:
                 found["x"] = (rows, sizes.inputs), sizes.operand
         return found
+
+    def _resets(self, call: LayerCall) -> Buffers:
+        """Room for a contiguous copy of the resets, if they are not contiguous."""
+        if call.resets is None or call.resets.is_contiguous():
+            return {}
+        return {"resets": ((call.sizes.rows,), torch.bool)}
 
     def _rebuild_buffers(self, call: LayerCall) -> Buffers:
         """What recomputing gates takes."""

@@ -37,8 +37,8 @@ class Elman(RecurrentCell):
     gates = columns = 1
     keeps_gates = False
 
-    def reference(self, reverse: bool, option: int) -> Callable[..., tuple[Tensor, ...]]:
-        return functools.partial(reference.elman, bool(option), reverse)
+    def reference(self, reverse: bool, option: int, resets: Tensor | None) -> Callable[..., tuple[Tensor, ...]]:
+        return functools.partial(reference.elman, bool(option), reverse, resets)
 
 
 define_operators(Elman(), ElmanForward, ElmanBackward)

@@ -110,8 +110,8 @@ class Gru(RecurrentCell):
     gradients = ("x", "h0", "w_ih", "w_hh", "b_ih", "b_hh")
     gates, columns = 3, 4
 
-    def reference(self, reverse: bool, option: int) -> Callable[..., tuple[Tensor, ...]]:
-        return functools.partial(reference.gru, reverse)
+    def reference(self, reverse: bool, option: int, resets: Tensor | None) -> Callable[..., tuple[Tensor, ...]]:
+        return functools.partial(reference.gru, reverse, resets)
 
     def backward_buffers(self, call: LayerCall, needs: Needs) -> Buffers:
         sizes, real = call.sizes, call.sizes.real

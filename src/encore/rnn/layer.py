@@ -22,7 +22,7 @@ from encore.rnn import native, plain
 from encore.rnn.arena import Arena
 from encore.rnn.choice import chosen_kernels, compiled_kernels
 from encore.rnn.sequence import Chunk, Walk, chunk_steps, dense_walk, packed_walk, previous_rows
-from encore.rnn.steps import StepKernels
+from encore.rnn.steps import StepKernels, clear_reset
 from encore.rnn.torch_private import has_no_data
 from encore.rnn.tuning import LEAST_ROWS, LayerLayout, layout_of
 
@@ -159,6 +159,20 @@ def _check_tensors(operator: str, rows: int, hidden: int, named: Mapping[str, An
             )
 
 
+def check_resets(operator: str, x: Tensor, batch_sizes: Tensor | None, resets: Tensor | None) -> None:
+    if resets is None:
+        return
+    if batch_sizes is not None:
+        raise OperandError(
+            f"encore::{operator} takes no resets with batch_sizes: rows of a packed sequence are one sequence each"
+        )
+    if resets.dtype != torch.bool or tuple(resets.shape) != tuple(x.shape[:2]) or resets.device != x.device:
+        raise OperandError(
+            f"resets of encore::{operator} must be booleans of the shape {tuple(x.shape[:2])} on {x.device}; got "
+            f"{resets.dtype} of the shape {tuple(resets.shape)} on {resets.device}"
+        )
+
+
 def kernels_for(device: torch.device) -> StepKernels:
     """The functions that run steps on this device: compiled ones, if they are available."""
     return chosen_kernels(device, _cpu_kernels, _gpu_kernels, PLAIN, "recurrent layers run")
@@ -201,10 +215,12 @@ def input_rows(x: Tensor, chunk: Chunk, arena: Arena) -> Tensor:
     return gathered
 
 
-def previous_states(output: Tensor, initial: Tensor, walk: Walk, chunk: Chunk, buffer: Tensor) -> Tensor:
-    """The h that each row of a chunk finds, as a matrix. `output` is `[rows, width]`."""
+def previous_states(
+    output: Tensor, initial: Tensor, walk: Walk, chunk: Chunk, buffer: Tensor, resets: Tensor | None
+) -> Tensor:  # fmt: skip
+    """The h that each row of a chunk finds, as a matrix. `output` is `[rows, width]`, `resets` `[rows]`."""
     runs = previous_rows(walk, chunk)
-    if len(runs) == 1 and runs[0][1] >= 0 and output.dtype == buffer.dtype:
+    if len(runs) == 1 and runs[0][1] >= 0 and output.dtype == buffer.dtype and resets is None:
         return output[runs[0][1] : runs[0][1] + runs[0][2]]
     gathered = buffer[: chunk.rows]
     for to, source, count in runs:
@@ -212,6 +228,7 @@ def previous_states(output: Tensor, initial: Tensor, walk: Walk, chunk: Chunk, b
             gathered[to : to + count] = output[source : source + count]
         else:
             gathered[to : to + count] = initial[-1 - source : -1 - source + count]
+    clear_reset(gathered, resets, chunk.in_memory)
     return gathered
 
 

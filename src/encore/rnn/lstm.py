@@ -112,8 +112,8 @@ class Lstm(RecurrentCell):
     gates = columns = 4
     keeps_cells = True
 
-    def reference(self, reverse: bool, option: int) -> Callable[..., tuple[Tensor, ...]]:
-        return functools.partial(reference.lstm, reverse)
+    def reference(self, reverse: bool, option: int, resets: Tensor | None) -> Callable[..., tuple[Tensor, ...]]:
+        return functools.partial(reference.lstm, reverse, resets)
 
     def forward_buffers(self, call: LayerCall) -> Buffers:
         sizes, real = call.sizes, call.sizes.real

@@ -2,7 +2,8 @@
 
 Each is a subclass of its namesake with the same arguments, parameters, `state_dict` keys and results, and one keyword
 more: `stash`, what a layer keeps for backward. `"fast"` keeps the gates, `"lean"` recomputes them, and a
-number of steps lies between two kept cell states of an LSTM (`"lean"` chooses it).
+number of steps lies between two kept cell states of an LSTM (`"lean"` chooses it). Calls of LSTM, GRU and RNN take
+`resets`: the steps before which the state is zeroed, for sequences that lie one behind the other.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Layers(_Stashing):
         return [getattr(self, name + suffix, None) for name in names]
 
     def _run(
-        self, x: Tensor, states: Sequence[Tensor], batch_sizes: Tensor | None, in_block: bool
+        self, x: Tensor, states: Sequence[Tensor], batch_sizes: Tensor | None, in_block: bool, resets: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """All layers on a time-major or packed input."""
         directions = 2 if self.bidirectional else 1
@@ -79,6 +80,7 @@ class _Layers(_Stashing):
         return run_layers(
             self._layer(states[0].shape[1]), x, states, [autocast(each) for each in weights], batch_sizes,
             directions=directions, dropout=self.dropout if self.training else 0.0, in_block=in_block,
+            resets=resets,
         )  # fmt: skip
 
 
@@ -88,9 +90,11 @@ class _Recurrent(_Layers):
     STATES: ClassVar[int] = 1
 
     def _checked_forward(
-        self: Any, input: Any, hx: Any
+        self: Any, input: Any, hx: Any, resets: Tensor | None
     ) -> tuple[Tensor | PackedSequence, tuple[Tensor, ...]]:  # fmt: skip
         packed = isinstance(input, PackedSequence)
+        if resets is not None:
+            resets = self._time_major(input, resets)
         batched = True
         if packed:
             data, batch_sizes, sorted_indices, unsorted_indices = input
@@ -120,7 +124,7 @@ class _Recurrent(_Layers):
             raise OperandError("a sequence must have at least one step; got an input without any")
         in_block = isinstance(batch_sizes, BatchSizes)
         sizes = batch_sizes.numbers if in_block else batch_sizes
-        output, last = self._run(block_of(data, batch_sizes) if in_block else data, states, sizes, in_block)
+        output, last = self._run(block_of(data, batch_sizes) if in_block else data, states, sizes, in_block, resets)
         if packed:
             rows: Any = PackedRows(output, sizes) if in_block else output
             kind = CapturedSequence if in_block else PackedSequence
@@ -133,6 +137,25 @@ class _Recurrent(_Layers):
         if not batched:
             return output.squeeze(0 if self.batch_first else 1), tuple(state.squeeze(1) for state in last)
         return output, last
+
+    def _time_major(self: Any, input: Any, resets: Tensor) -> Tensor:
+        """Resets as `[T, B]`, checked against the input."""
+        name = type(self).__name__
+        if isinstance(input, PackedSequence):
+            raise OperandError(
+                f"{name} takes no resets with a PackedSequence, whose rows are one sequence each; put sequences one "
+                "behind the other in a padded input, with resets at their first steps"
+            )
+        shape = tuple(input.shape[:-1])
+        if not isinstance(resets, Tensor) or resets.dtype != torch.bool or tuple(resets.shape) != shape:
+            given = f"{resets.dtype} {tuple(resets.shape)}" if isinstance(resets, Tensor) else type(resets).__name__
+            raise OperandError(
+                f"{name} takes resets as booleans, one for each step of each sequence, here of the shape {shape}; got "
+                f"{given}"
+            )
+        if resets.dim() == 1:
+            return resets.unsqueeze(1)
+        return resets.transpose(0, 1) if self.batch_first else resets
 
     def _zero_states(self: Any, data: Tensor, batch_sizes: Tensor | None) -> Any:
         count, batch, width = self.get_expected_hidden_size(data, batch_sizes)
@@ -167,8 +190,8 @@ class _Recurrent(_Layers):
 class _OneState(_Recurrent):
     """`forward` of modules whose only state is h."""
 
-    def forward(self, input: Any, hx: Tensor | None = None) -> Any:
-        output, (h_n,) = self._checked_forward(input, hx)
+    def forward(self, input: Any, hx: Tensor | None = None, resets: Tensor | None = None) -> Any:
+        output, (h_n,) = self._checked_forward(input, hx, resets)
         return output, h_n
 
 
@@ -177,10 +200,12 @@ class LSTM(_Recurrent, nn.LSTM):
 
     STATES = 2
 
-    def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
-        if self._left_to_torch(input):
+    def forward(
+        self, input: Any, hx: tuple[Tensor, Tensor] | None = None, resets: Tensor | None = None
+    ) -> Any:  # fmt: skip
+        if resets is None and self._left_to_torch(input):
             return nn.LSTM.forward(self, input, hx)
-        return self._checked_forward(input, hx)
+        return self._checked_forward(input, hx, resets)
 
     def _left_to_torch(self, input: Any) -> bool:
         """Return whether `torch.nn`'s layer is faster here (`tuning.py`); false for a call that is being traced."""

@@ -22,15 +22,15 @@ VECTOR_BYTES = {"AVX512": 64, "AVX2": 32, "DEFAULT": 32, "NEON": 16, "SVE128": 1
 INT, POINTER = ctypes.c_int64, ctypes.c_void_p
 
 WORDS = {
-    "lstm_forward": "steps hidden width inputs bias weight projection before after cell raw output gates cells",
-    "lstm_rebuild": "steps hidden bias entering gates cells raw",
+    "lstm_forward": "steps hidden width inputs bias weight projection before after cell raw output gates cells resets",
+    "lstm_rebuild": "steps hidden bias entering gates cells raw resets",
     "lstm_backward": "steps hidden width weight projection grad_output gates cells entering grad_gates grad_state "
-    "grad_cell grad_projected",
-    "gru_forward": "steps hidden inputs bias weight before after output gates",
+    "grad_cell grad_projected resets",
+    "gru_forward": "steps hidden inputs bias weight before after output gates resets",
     "gru_rebuild": "rows hidden threads bias gates",
-    "gru_backward": "steps hidden weight grad_output gates previous grad_gates grad_state",
-    "elman_forward": "steps hidden relu inputs bias weight before after output",
-    "elman_backward": "steps hidden relu weight grad_output output grad_gates grad_state",
+    "gru_backward": "steps hidden weight grad_output gates previous grad_gates grad_state resets",
+    "elman_forward": "steps hidden relu inputs bias weight before after output resets",
+    "elman_backward": "steps hidden relu weight grad_output output grad_gates grad_state resets",
 }
 """Attributes of `ForwardSteps`, `RebuiltGates` or `BackwardSteps` by function, as its structure has them."""
 

@@ -42,9 +42,11 @@ class OperatorPair:
         self.cell, self.forward_pass, self.backward_pass = cell, forward_pass, backward_pass
         self.tensors = len(cell.operands)
         self.taken = self.tensors + 3
-        """Arguments of forward: also batch_sizes, reverse and the option."""
+        """Arguments of forward without resets: also batch_sizes, reverse and the option."""
         self.grads = len(cell.state_names) + 1
         """Gradients that backward takes: those of the output and of the last states."""
+        self.given = self.grads + self.taken + 1 + len(cell.kept)
+        """Arguments of backward before what is needed, of which there are two, and resets."""
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
@@ -70,14 +72,16 @@ class OperatorPair:
         kept = output[self.grads :]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*kept)
-        ctx.save_for_backward(*inputs[: self.tensors + 1], output[0], *kept)
-        ctx.others = inputs[self.tensors + 1 :]
+        resets = inputs[self.taken] if len(inputs) > self.taken else None
+        ctx.save_for_backward(resets, *inputs[: self.tensors + 1], output[0], *kept)
+        ctx.others = inputs[self.tensors + 1 : self.taken]
+        ctx.count = len(inputs)
 
     def differentiate(self, ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, need, operands = ctx.saved_tensors, ctx.needs_input_grad, self.cell.operands
+        (resets, *saved), need, operands = ctx.saved_tensors, ctx.needs_input_grad, self.cell.operands
         found = getattr(torch.ops.encore, f"{self.cell.name}_backward").default(
             *given[: self.grads], *saved[: self.tensors + 1], *ctx.others, *saved[self.tensors + 1 :], need[0],
-            any(need[self.grads : self.tensors]),
+            any(need[self.grads : self.tensors]), *(() if resets is None else (resets,)),
         )  # fmt: skip
         by_name = dict(zip(self.cell.gradients, found, strict=True))
         if "bias" in by_name:
@@ -85,12 +89,13 @@ class OperatorPair:
             by_name["b_ih"] = by_name["bias"]
             by_name["b_hh"] = by_name["bias"].clone() if both else by_name["bias"]  # two parameters share no memory
         chosen = [by_name[name] if needed else None for name, needed in zip(operands, need, strict=False)]
-        return (*chosen, None, None, None)
+        return (*chosen, *[None] * (ctx.count - len(chosen)))
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
     def _backward_call(self, args: tuple[Any, ...]) -> tuple[LayerCall, Needs]:
-        return self.cell.call(*args[self.grads : self.grads + self.taken]), Needs(*args[-2:])
+        need_x, need_weights, *resets = args[self.given :]
+        return self.cell.call(*args[self.grads :][: self.taken], *resets), Needs(need_x, need_weights)
 
     def backward(self, *args: Any) -> tuple[Tensor, ...]:
         call, needs = self._backward_call(args)
@@ -102,7 +107,7 @@ class OperatorPair:
         totals = {name: arena.get(f"grad_{name}", result) for name, result in results.items()}
         for name, grad in zip(self.cell.state_names, args[1 : self.grads], strict=True):
             _ = totals[name].zero_() if grad is None else totals[name].copy_(grad)
-        kept = args[self.grads + self.taken : -2]
+        kept = args[self.grads + self.taken : self.given]
         run = self.backward_pass(self.cell, call, arena, needs, grad_output, kept, totals)
         run.run()
         _clear_behind(run.walk, call, results["x"])
@@ -122,17 +127,20 @@ class OperatorPair:
 
     def save_backward(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[: self.grads + self.tensors + 1])
+        resets = inputs[self.given + 2] if len(inputs) > self.given + 2 else None
+        ctx.save_for_backward(resets, *inputs[: self.grads + self.tensors + 1])
         ctx.others = inputs[self.grads + self.tensors + 1 : self.grads + self.taken]
         ctx.count = len(inputs)
 
     def differentiate_twice(self, ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        *saved, batch_sizes = ctx.saved_tensors
+        resets, *saved, batch_sizes = ctx.saved_tensors
         operands = self.cell.operands
         wanted = [operands.index("b_ih" if name == "bias" else name) for name in self.cell.gradients]
+        reverse, option = ctx.others
+        layer = self.cell.reference(reverse, option, resets)
         found = reference.differentiate_twice(
-            self.cell.reference(*ctx.others), saved[: self.grads], saved[self.grads :], batch_sizes, given, wanted
-        )
+            layer, saved[: self.grads], saved[self.grads :], batch_sizes, given, wanted
+        )  # fmt: skip
         return (*found, *[None] * (ctx.count - len(found)))
 
     def made_up(self, first: int) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

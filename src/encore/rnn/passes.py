@@ -18,7 +18,7 @@ from encore.rnn.cell import LayerCall, Needs, RecurrentCell
 from encore.rnn.layer import input_rows, last_states, previous_states, walk_of
 from encore.rnn.products import LargeProduct, StepProduct, large_product, step_product
 from encore.rnn.sequence import Chunk
-from encore.rnn.steps import BackwardSteps, ForwardSteps, RebuiltGates
+from encore.rnn.steps import BackwardSteps, ForwardSteps, RebuiltGates, clear_reset
 
 
 class LayerPass:
@@ -30,11 +30,19 @@ class LayerPass:
         self.walk = walk_of(call.sizes, call.batch_sizes, call.reverse)
         self.w_ih = self.widened("w_ih", call.w_ih)
         self.w_hh = self.widened("w_hh", call.w_hh)
+        self.resets = None if call.resets is None else self._resets(call.resets)
 
     def widened(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor in the compute type: itself, or a copy in the arena's buffer of that name."""
         buffer = self.arena.get(name)
         return tensor if buffer is None else buffer.copy_(tensor)
+
+    def _resets(self, resets: Tensor) -> Tensor:
+        """One boolean a row, contiguous."""
+        buffer = self.arena.get("resets")
+        if buffer is not None:
+            buffer.view(resets.shape).copy_(resets)
+        return resets.view(-1) if buffer is None else buffer
 
     def large_product(self, weight: Tensor, name: str) -> LargeProduct:
         """Products of a chunk's rows with a weight, which the arena's buffer of that name may have room for."""
@@ -89,7 +97,9 @@ class ForwardPass(LayerPass):
             for part in self.parts_of(chunk, product):
                 its = inputs[part.within(chunk)]
                 if product is not None:
-                    self.add_recurrent(product, h[turn][: part.rows], its)
+                    states = h[turn][: part.rows]
+                    clear_reset(states, self.resets, part.in_memory)
+                    self.add_recurrent(product, states, its)
                 self.kernels.forward(self.cell.name, self.steps(part, its, bias, weight, h[turn], h[1 - turn]))
                 turn = (turn + len(part.times)) % 2
         self.finish()
@@ -107,7 +117,9 @@ class ForwardPass(LayerPass):
     ) -> ForwardSteps:
         rows = part.in_memory
         gates = None if self.sizes.keep or "gates" not in self.kept else self.kept["gates"][rows]
-        return ForwardSteps(part, inputs, bias, weight, before, after, self.output[rows], gates)
+        steps = ForwardSteps(part, inputs, bias, weight, before, after, self.output[rows], gates)
+        steps.resets = None if self.resets is None else self.resets[rows]
+        return steps
 
     def finish(self) -> None:
         """After the last chunk."""
@@ -140,7 +152,9 @@ class BackwardPass(LayerPass):
             inputs = input_rows(self.call.x, chunk, arena) if sizes.keep or needs.weights else None
             previous = None
             if arena.get("previous") is not None:
-                previous = previous_states(self.output, self.call.states[0], self.walk, chunk, arena["previous"])
+                previous = previous_states(
+                    self.output, self.call.states[0], self.walk, chunk, arena["previous"], self.resets
+                )  # fmt: skip
             gates = self.kept["gates"][chunk.in_memory] if "gates" in self.kept else None
             if inputs is not None and previous is not None and sizes.keep:
                 gates = arena.get("built", arena["grad_gates"])[: chunk.rows]
@@ -153,9 +167,12 @@ class BackwardPass(LayerPass):
                     None if gates is None else gates[its], self.output[part.in_memory],
                     None if previous is None else previous[its],
                 )  # fmt: skip
+                steps.resets = None if self.resets is None else self.resets[part.in_memory]
                 self.kernels.backward(self.cell.name, self.complete(steps, chunk))
                 if product is not None:
-                    self.carry(product, grad_gates[its], self.totals["h0"][: part.rows])
+                    grad_state = self.totals["h0"][: part.rows]
+                    self.carry(product, grad_gates[its], grad_state)
+                    clear_reset(grad_state, self.resets, part.in_memory)
             if needs.x:
                 self.write_input_gradients(grad_gates, self.grad_x[chunk.in_memory])
             if needs.weights and inputs is not None and previous is not None:
@@ -171,7 +188,9 @@ class BackwardPass(LayerPass):
         """Recompute the gates of a chunk: where their gradients will lie, or in a buffer if those are narrow."""
         self.from_inputs.write(inputs, gates)
         self.from_states.add(previous, gates)
-        self.kernels.rebuild(self.cell.name, self.rebuilt(RebuiltGates(chunk, self.arena["bias"], gates)))
+        steps = RebuiltGates(chunk, self.arena["bias"], gates)
+        steps.resets = None if self.resets is None else self.resets[chunk.in_memory]
+        self.kernels.rebuild(self.cell.name, self.rebuilt(steps))
 
     def rebuilt(self, gates: RebuiltGates) -> RebuiltGates:
         """With what only this kind of cell recomputes."""

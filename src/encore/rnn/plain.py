@@ -57,7 +57,7 @@ def rebuild(cell: str, steps: RebuiltGates) -> None:
         rows = step_of(steps.chunk, number).rows
         i, f, g, o = _lstm_gates(steps.gates[rows], steps.bias)
         c = steps.cells[rows]
-        torch.mul(f, _previous(steps.chunk, number, steps.cells, steps.entering), out=c)
+        torch.mul(f, _previous(steps.chunk, number, steps.cells, steps.entering, steps.resets), out=c)
         c.addcmul_(i, g)
         if steps.raw is not None:
             torch.mul(c.tanh(), o, out=steps.raw[rows])
@@ -99,7 +99,7 @@ def _lstm_backward(steps: BackwardSteps, step: Step) -> None:
         grad_h = grad_h @ steps.projection.view(steps.width, steps.hidden)
     i, f, g, o = (gate.to(steps.cells.dtype) for gate in steps.gates[step.rows].chunk(4, 1))
     tanh_c = steps.cells[step.rows].tanh()
-    before = _previous(steps.chunk, step.number, steps.cells, steps.entering)
+    before = _previous(steps.chunk, step.number, steps.cells, steps.entering, steps.resets)
     grad_c = steps.grad_cell[: step.active].add_(grad_h * o * (1 - tanh_c * tanh_c))
     parts = steps.grad_gates[step.rows].chunk(4, 1)
     grads = grad_c * g * i * (1 - i), grad_c * before * f * (1 - f)
@@ -111,11 +111,12 @@ def _lstm_backward(steps: BackwardSteps, step: Step) -> None:
     parts[2].copy_(grad_g)
 
 
-def _previous(chunk: Chunk, number: int, states: Tensor, entering: Entering) -> Tensor:
+def _previous(chunk: Chunk, number: int, states: Tensor, entering: Entering, resets: Tensor | None) -> Tensor:
     """The states that a step finds, those that no step has computed included."""
     left, found = states_before(chunk, number, states, entering)
     active = chunk.active[number]
-    return left[:found] if found == active else torch.cat((left[:found], entering.initial[found:active]))
+    states = left[:found] if found == active else torch.cat((left[:found], entering.initial[found:active]))
+    return states if resets is None else states.masked_fill(resets[step_of(chunk, number).rows].unsqueeze(1), 0)
 
 
 # ---- GRU: gates lie as n, r, z and the recurrent part of n ---------------------------------------------------------

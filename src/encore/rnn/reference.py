@@ -13,12 +13,13 @@ from torch.nn import functional as F
 
 
 def lstm(
-    reverse: bool, x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None,
-    b_hh: Tensor | None, w_hr: Tensor | None, batch_sizes: Tensor | None,
+    reverse: bool, resets: Tensor | None, x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor,
+    b_ih: Tensor | None, b_hh: Tensor | None, w_hr: Tensor | None, batch_sizes: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     h, c = h0, c0
     outputs: dict[int, Tensor] = {}
     for time, active, rows in _steps(x, batch_sizes, reverse):
+        h, c = _reset(h, resets, time), _reset(c, resets, time)
         gates = F.linear(rows, w_ih, b_ih) + F.linear(h[:active], w_hh, b_hh)
         i, f, g, o = gates.chunk(4, 1)
         new_c = f.sigmoid() * c[:active] + i.sigmoid() * g.tanh()
@@ -31,12 +32,13 @@ def lstm(
 
 
 def gru(
-    reverse: bool, x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None,
-    batch_sizes: Tensor | None,
+    reverse: bool, resets: Tensor | None, x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None,
+    b_hh: Tensor | None, batch_sizes: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     h = h0
     outputs: dict[int, Tensor] = {}
     for time, active, rows in _steps(x, batch_sizes, reverse):
+        h = _reset(h, resets, time)
         x_r, x_z, x_n = F.linear(rows, w_ih, b_ih).chunk(3, 1)
         h_r, h_z, h_n = F.linear(h[:active], w_hh, b_hh).chunk(3, 1)
         z = (x_z + h_z).sigmoid()
@@ -47,12 +49,13 @@ def gru(
 
 
 def elman(
-    relu: bool, reverse: bool, x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None,
-    b_hh: Tensor | None, batch_sizes: Tensor | None,
+    relu: bool, reverse: bool, resets: Tensor | None, x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor,
+    b_ih: Tensor | None, b_hh: Tensor | None, batch_sizes: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     h = h0
     outputs: dict[int, Tensor] = {}
     for time, active, rows in _steps(x, batch_sizes, reverse):
+        h = _reset(h, resets, time)
         total = F.linear(rows, w_ih, b_ih) + F.linear(h[:active], w_hh, b_hh)
         outputs[time] = total.relu() if relu else total.tanh()
         h = torch.cat((outputs[time], h[active:]))
@@ -91,6 +94,11 @@ def _steps(x: Tensor, batch_sizes: Tensor | None, reverse: bool) -> Iterator[tup
     steps = list(x.unbind(0)) if batch_sizes is None else list(x.split(batch_sizes.tolist()))
     for time in reversed(range(len(steps))) if reverse else range(len(steps)):
         yield time, steps[time].shape[0], steps[time]
+
+
+def _reset(state: Tensor, resets: Tensor | None, time: int) -> Tensor:
+    """The state, zero where a sequence begins."""
+    return state if resets is None else state.masked_fill(resets[time].unsqueeze(1), 0)
 
 
 def _joined(outputs: dict[int, Tensor], batch_sizes: Tensor | None) -> Tensor:

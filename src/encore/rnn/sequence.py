@@ -41,6 +41,13 @@ class Chunk:
     """How many those are; 0 for the first chunk of the walk."""
     kept: int
     """Where the states that enter it begin, among those kept at the start of every chunk but the first."""
+    even: bool
+    """Whether all of its steps have as many rows."""
+
+    @property
+    def reverse(self) -> bool:
+        """Whether its first step lies behind its last one."""
+        return self.times[0] > self.times[-1]
 
     @property
     def rows(self) -> int:
@@ -169,6 +176,7 @@ def _walk(active: tuple[int, ...], reverse: bool, a_chunk: int, batch: int) -> W
                 before_row=starts[before] if begin else 0,
                 before_active=active[before] if begin else 0,
                 kept=kept,
+                even=active[low] == active[high],
             )
         )
         kept += active[times[0]] if begin else 0

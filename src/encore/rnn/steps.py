@@ -42,6 +42,8 @@ class ForwardSteps:
     projection: Tensor | None = None
     raw: Tensor | None = None
     """h of the batch before its projection."""
+    resets: Tensor | None = None
+    """Rows of booleans: whether a row begins a sequence of its own and finds states of zero."""
 
     @property
     def hidden(self) -> int:
@@ -72,6 +74,7 @@ class RebuiltGates:
     entering: Entering | None = None
     cells: Tensor | None = None
     raw: Tensor | None = None
+    resets: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -110,6 +113,7 @@ class BackwardSteps:
     projection: Tensor | None = None
     grad_projected: Tensor | None = None
     """Rows of gradients of the projected h."""
+    resets: Tensor | None = None
 
     @property
     def hidden(self) -> int:
@@ -163,6 +167,10 @@ def run_forward(
     for number in range(len(steps.chunk.times)):
         step = step_of(steps.chunk, number)
         products, states = steps.inputs[step.rows], before[: step.active]
+        if steps.weight is not None:  # else the caller has done this before it multiplied
+            clear_reset(states, steps.resets, step.rows)
+        if steps.cell is not None:
+            clear_reset(steps.cell[: step.active], steps.resets, step.rows)
         if steps.weight is not None and name == "gru":  # added for r and z, separate for n
             hidden = steps.hidden
             by_gate = steps.weight.view(hidden, 3 * hidden)
@@ -179,6 +187,8 @@ def run_backward(name: str, steps: BackwardSteps, cell: Callable[[BackwardSteps,
     for number in reversed(range(len(steps.chunk.times))):
         step = step_of(steps.chunk, number)
         cell(steps, step)
+        if steps.grad_cell is not None:
+            clear_reset(steps.grad_cell[: step.active], steps.resets, step.rows)
         if steps.weight is None:
             continue
         grad_state, grad_gates = steps.grad_state[: step.active], steps.grad_gates[step.rows]
@@ -187,6 +197,13 @@ def run_backward(name: str, steps: BackwardSteps, cell: Callable[[BackwardSteps,
             grad_state.addmm_(grad_gates[:, hidden:], steps.weight.view(3 * hidden, hidden))
         else:
             torch.mm(grad_gates, steps.weight.view(grad_gates.shape[1], steps.width), out=grad_state)
+        clear_reset(grad_state, steps.resets, step.rows)
+
+
+def clear_reset(states: Tensor, resets: Tensor | None, rows: slice) -> None:
+    """Zero those rows of states, or of their gradients, where sequences begin."""
+    if resets is not None:
+        states.masked_fill_(resets[rows].unsqueeze(1), 0)
 
 
 def states_before(chunk: Chunk, number: int, states: Tensor, entering: Entering) -> tuple[Tensor, int]:

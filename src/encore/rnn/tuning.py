@@ -37,6 +37,8 @@ CHUNKS = (0.5, 1, 2)
 """Chunks of so many times `chunk_rows` are candidates."""
 LEAST_ROWS, MOST_ROWS, CHUNK_NUMBERS = 512, 4096, 1024 * 512
 """A chunk has so many rows at least, and so many numbers of a unit's each."""
+LOOP_BYTES = 64 << 20
+"""A chunk on a GPU has gates of so many bytes, if they are kept: a longer sequence is several launches."""
 SINGLE = 16
 """A single row's weight is packed from a step for so many units on."""
 LEAN_STEPS = 8
@@ -133,9 +135,18 @@ def operator_rule(size: Size) -> LayerLayout:
     Over 64 to 1024 units, batches of 1 to 128 and 10 to 500 steps on those servers, packing won or was within a tenth,
     except for single rows and few steps with a large weight, which is read once more to be packed.
     """
+    if size.device == "cuda" and size.steps > 1:
+        return LayerLayout("packed", loop_rows(size) if size.keeps else chunk_rows(size.hidden))
     if size.steps == 1 or (size.batch == 1 and SINGLE * size.steps <= size.hidden):
         return LayerLayout("stored", chunk_rows(size.hidden))
     return LayerLayout("packed", chunk_rows(size.hidden), narrow=may_narrow(size))
+
+
+def loop_rows(size: Size) -> int:
+    """Rows of a chunk on a GPU, where the steps of a chunk are one launch: as many as `LOOP_BYTES` of gates have."""
+    columns = 1 if size.cell == "elman" else 4
+    a_row = columns * size.hidden * max(4, size.dtype.itemsize)
+    return max(chunk_rows(size.hidden), LOOP_BYTES // a_row)
 
 
 def may_narrow(size: Size) -> bool:

@@ -56,13 +56,17 @@ def _store_gates(gates, rows, units, hidden, inside, first, second, third, fourt
 
 
 @triton.jit
-def _previous(left, found, initial, rows, units, hidden, inside):
-    """The c that a step finds: the step before left that of `found` rows, the others have their initial one."""
+def _previous(left, found, initial, resets, rows, units, hidden, active, inside):
+    """The c that a step finds: the step before left that of `found` rows, the others have their initial one, and those
+    that begin a sequence have zero."""
     at = rows * hidden + units
     there = rows < found
-    return tl.where(
+    state = tl.where(
         there, tl.load(left + at, inside & there, 0.0), tl.load(initial + at, inside & (rows >= found), 0.0)
     )
+    if resets is not None:
+        state = tl.where(tl.load(resets + rows, rows < active, 0) != 0, 0.0, state)
+    return state
 
 
 @triton.jit(do_not_specialize=["active"])
@@ -90,12 +94,12 @@ def lstm_cell(
 
 @triton.jit(do_not_specialize=["found", "active"])
 def lstm_cell_again(
-    gates, bias, left, found, initial, cells, raw, active, hidden, ROWS: tl.constexpr, UNITS: tl.constexpr
+    gates, bias, left, found, initial, resets, cells, raw, active, hidden, ROWS: tl.constexpr, UNITS: tl.constexpr
 ):  # fmt: skip
     """Gates from products, in place, and c from the c before it; `raw` is h before its projection."""
     rows, units, inside, hidden = _tile(active, hidden, ROWS, UNITS)
     i, f, g, o = _lstm_gates(gates, bias, rows, units, hidden, inside)
-    c = f * _previous(left, found, initial, rows, units, hidden, inside) + i * g
+    c = f * _previous(left, found, initial, resets, rows, units, hidden, active, inside) + i * g
     _store_gates(gates, rows, units, hidden, inside, i, f, g, o)
     at = rows * hidden + units
     tl.store(cells + at, c, inside)
@@ -105,8 +109,8 @@ def lstm_cell_again(
 
 @triton.jit(do_not_specialize=["found", "active"])
 def lstm_cell_backward(
-    grad_state, grad_output, grad_stride, gates, cells, left, found, initial, grad_gates, grad_cell, active, hidden,
-    ROWS: tl.constexpr, UNITS: tl.constexpr,
+    grad_state, grad_output, grad_stride, gates, cells, left, found, initial, resets, grad_gates, grad_cell, active,
+    hidden, ROWS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """A step backward: gradients of the gates, and of the c before the step in place."""
     rows, units, inside, hidden = _tile(active, hidden, ROWS, UNITS)
@@ -118,7 +122,7 @@ def lstm_cell_backward(
     o = tl.load(from_ + 3 * hidden, inside, 0.0).to(grad_h.dtype)
     at = rows * hidden + units
     tanh_c = tanh(tl.load(cells + at, inside, 0.0))
-    before = _previous(left, found, initial, rows, units, hidden, inside)
+    before = _previous(left, found, initial, resets, rows, units, hidden, active, inside)
     grad_c = tl.load(grad_cell + at, inside, 0.0) + grad_h * o * (1.0 - tanh_c * tanh_c)
     _store_gates(
         grad_gates, rows, units, hidden, inside, grad_c * g * i * (1.0 - i), grad_c * before * f * (1.0 - f),
