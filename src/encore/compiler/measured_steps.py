@@ -161,4 +161,6 @@ def _old_gradients(session: Session) -> Iterable[torch.Tensor]:
     """Gradients of the step before, which the running step may free."""
     alive = (reference() for reference in session.tensors.values())
     gradients = [tensor.grad for tensor in alive if tensor is not None and tensor.grad is not None]
+    if session.sharded is not None:
+        gradients += session.sharded.gradients
     return [gradient for gradient in gradients if gradient.layout is torch.strided]

@@ -161,7 +161,13 @@ def plan_calls(captured: Captured, clock: StageClock) -> CallPlans:
 
     def offers(found: Candidates) -> Offers:
         build = functools.partial(_built, found, unplanned, clock)
-        return Offers(found.offers, found.forms.first.kept_seconds, build)
+
+        def given(plan: GraphPlan) -> tuple[Candidate, Callable[[Candidate], Variant]]:
+            with torch_private.compile_settings(), torch_private.real_tensors(), collector_paused():
+                forms, offer = found.forms.given(plan, made_here=True)
+            return offer, functools.partial(_built, dataclasses.replace(found, forms=forms), unplanned, clock)
+
+        return Offers(found.offers, found.forms.first.kept_seconds, build, given)
 
     def search(carried: Carried) -> Offers:
         with torch_private.compile_settings(), torch_private.real_tensors():

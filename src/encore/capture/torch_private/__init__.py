@@ -52,6 +52,16 @@ from encore.capture.torch_private.messages import messages_after_graphs
 from encore.capture.torch_private.process import first_value, has_ranks
 from encore.capture.torch_private.replacements import Replacement, constructed_as, replaced_readers, traced_as
 from encore.capture.torch_private.saved_tensors import top_saved_tensors_hooks, without_top_saved_tensors_hooks
+from encore.capture.torch_private.sharding import (
+    ParameterGroup,
+    ShardedParameter,
+    gathered_storages,
+    local_gradients,
+    local_tensors,
+    on_this_rank,
+    parameter_groups,
+    sharded_root,
+)
 from encore.capture.torch_private.tracing import (
     boxed,
     casts_automatically,
@@ -74,7 +84,9 @@ __all__ = [
     "Chain",
     "DataDependent",
     "Groups",
+    "ParameterGroup",
     "Replacement",
+    "ShardedParameter",
     "TraceFailed",
     "WatchedFakeMode",
     "at_end_of_backward",
@@ -94,6 +106,7 @@ __all__ = [
     "eager_operators",
     "fake_window",
     "first_value",
+    "gathered_storages",
     "given",
     "graph_break",
     "graph_in_place_of",
@@ -105,10 +118,14 @@ __all__ = [
     "is_transformed",
     "keeps_graph",
     "last_traced_node",
+    "local_gradients",
+    "local_tensors",
     "messages_after_graphs",
+    "on_this_rank",
     "outermost_codes",
     "outside_compilation",
     "outside_tracing",
+    "parameter_groups",
     "pin_sizes",
     "plain_callable",
     "plain_partition",
@@ -120,6 +137,7 @@ __all__ = [
     "returned_outputs",
     "running_node",
     "saves_unchecked",
+    "sharded_root",
     "shell",
     "takes_apart_tensors",
     "tangent_like",
