@@ -18,6 +18,7 @@ from encore.compiler.device_estimate import DeviceEstimate
 from encore.compiler.device_step import run_device_step
 from encore.compiler.estimate import Estimate
 from encore.compiler.recording import Recording
+from encore.compiler.sharded import shared_session
 from encore.compiler.summary import report_of
 from encore.compiler.twin import fake_twin
 from encore.devices import DeviceProfile, find_profile
@@ -153,6 +154,9 @@ def _find_sessions(model: Any) -> list[Session]:
         return [model.session]
     if isinstance(model, nn.Module) and isinstance(model._compiled_call_impl, CompiledCall):
         return [model._compiled_call_impl.session]
+    shared = shared_session(model) if isinstance(model, nn.Module) else None
+    if shared is not None:
+        return [shared]
     parameters = {id(parameter) for parameter in model.parameters()} if isinstance(model, nn.Module) else set()
     owners = [session for session in sessions if session.owns_any(parameters)]
     if not owners and not _is_torch_compiled(model):

@@ -107,6 +107,8 @@ class MeasuredSteps:
             self.lines_wanted = not step.lines
             raise BudgetExceededError(_message(session.name, step, floor), floor=max(floor, step.taken))
         waiting, self._untold = self._untold, None
+        if session.sharded is not None and step is not None and not exceeds:
+            waiting = None  # the threads of a process group free its buffers unseen, so that a step may seem to exceed
         if self._told or not (exceeds or waiting):
             return
         if step is not None and exceeds and step.plain is None and waiting is None:

@@ -432,15 +432,14 @@ class StepPlanner:
         if program.rounds >= ROUNDS or (program.rounds > 1 and (segments is None or program.is_as_predicted)):
             self._settle(program, calls)
             return
-        counts = Counter(call.runner for call in calls)
-        plans = {runner: runner.call_plans(count) for runner, count in counts.items()}
+        plans = self._plans(calls)
         around = self._around(calls, segments)
         program.around = tuple(around)
         program.rounds += 1
         program.resident = self.session.options.resident
         sharded = self.session.sharded
         program.resident += (
-            stack_plans([plans[runner].kept for runner in counts]).resident if sharded is None else sharded.resident
+            stack_plans([one.kept for one in plans.values()]).resident if sharded is None else sharded.resident
         )
         least = 0 if sharded is None or segments is None else outside_peak(calls, segments, self._end)
         program.unplanned = max(least, step_peak(around, [plans[call.runner].unplanned for call in calls]))
@@ -476,14 +475,24 @@ class StepPlanner:
         self._follow(program)
         self._log(program)
 
+    def _plans(self, calls: Sequence[Call]) -> dict[GraphRunner, CallPlans]:
+        """The plans of every graph, for as many calls of it as the step has. Blocks that are compiled one by one are
+        graphs of their own, which are alike."""
+        runners = dict.fromkeys(call.runner for call in calls)
+        alike: dict[GraphRunner, object] = {one: one for one in runners}
+        if self.session.begins_with_root:
+            alike = {one: one.fingerprint for one in runners}
+        counts = Counter(alike[call.runner] for call in calls)
+        return {one: one.call_plans(counts[alike[one]]) for one in runners}
+
     def _settle(self, program: Program, calls: list[Call]) -> None:
         """Let the plans stay; ranks of a sharded model take over those of the rank that was first."""
         program.settled = True
         sharded, mine = self.session.sharded, program.shared
         if sharded is None or mine is None:
             return
-        counts = Counter(call.runner for call in calls)
-        plans = [call.runner.call_plans(counts[call.runner]) for call in calls]
+        of_runner = self._plans(calls)
+        plans = [of_runner[call.runner] for call in calls]
         taken = sharded.agreement.decided("settled", plans, program.around, mine)
         if taken is not mine:
             program.shared = taken
