@@ -10,6 +10,8 @@ from encore.bptt import ScanReport, scan
 from encore.comparison import Verification
 from encore.compiler.device_estimate import DeviceEstimate
 from encore.compiler.estimate import Estimate
+from encore.compiler.sharded_estimate import ShardedEstimate
+from encore.compiler.simulated_sharding import Sharding
 from encore.cost import Measurement, measure
 from encore.errors import (
     BudgetError,
@@ -19,6 +21,7 @@ from encore.errors import (
     NeverRunError,
     OptionError,
     PlanError,
+    RanksDisagreeError,
     ReplayError,
     TierError,
     VerificationError,
@@ -42,10 +45,13 @@ __all__ = [
     "OptionError",
     "PlanError",
     "Point",
+    "RanksDisagreeError",
     "ReplayError",
     "Report",
     "SavedPlan",
     "ScanReport",
+    "ShardedEstimate",
+    "Sharding",
     "TierError",
     "Verification",
     "VerificationError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import encore
 
@@ -90,7 +91,7 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: one.grad.full_tensor().clone() for name, one in model.named_parameters()}  # type: ignore[union-attr]
 
 
-def run_ranks(work: Callable[..., None], folder: Path, *args: Any, ranks: int = 2) -> list[Any]:
+def run_ranks(work: Callable[[int], Any], folder: Path, *, ranks: int = 2, backend: str = "gloo") -> list[Any]:
     """What each of some processes saved, by rank."""
     paths = [
         str(Path(__file__).parents[1]),
@@ -98,16 +99,19 @@ def run_ranks(work: Callable[..., None], folder: Path, *args: Any, ranks: int = 
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]))
-        mp.spawn(_begin, (work, str(folder), ranks, args), nprocs=ranks, join=True)  # type: ignore[attr-defined]
+        mp.spawn(_begin, (work, str(folder), ranks, backend), nprocs=ranks, join=True)  # type: ignore[attr-defined]
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def _begin(rank: int, work: Callable[..., Any], folder: str, ranks: int, args: Sequence[Any]) -> None:
+def _begin(rank: int, work: Callable[[int], Any], folder: str, ranks: int, backend: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", DeprecationWarning)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    if backend == "fake":
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    else:
+        store = f"file://{folder}/store"
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
     try:
-        torch.save(work(rank, *args), Path(folder) / f"{rank}.pt")
+        torch.save(work(rank), Path(folder) / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
