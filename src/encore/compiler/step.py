@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -161,6 +162,7 @@ class StepPlanner:
         self.rehearsed: StepPlans | None = None
         """The plans of the step as it was rehearsed last."""
         self._may_rehearse = True
+        self._warned_of_pending = False
 
     @property
     def session(self) -> Session:
@@ -174,7 +176,7 @@ class StepPlanner:
         session = self.session
         options = session.options
         planned = session.runs and not session.one_graph and options.plan is None
-        alone = session.sharded is not None or not torch_private.has_ranks()
+        alone = session.sharded is not None or not torch_private.has_ranks() or torch_private.has_pipelines()
         return planned and options.budget is not None and alone
 
     @property
@@ -202,6 +204,7 @@ class StepPlanner:
         if not self._wanted:
             return
         if self._backwards:
+            self._warn_of_pending([call for call in self.calls if call.is_pending])
             self._finish()
         else:
             self.calls = [call for call in self.calls if call.is_pending]
@@ -211,6 +214,21 @@ class StepPlanner:
             self._end, self._awaits_end = 0, False
             self._observation = self.measured.begin(self.session, wanted=self._should_observe())
             self._records = self._records or self._observation is not None
+
+    def _warn_of_pending(self, pending: Sequence[Call]) -> None:
+        """Warn of calls that wait for their backward while a new step begins: what they keep is in no plan of it."""
+        if self._warned_of_pending or not pending:
+            return
+        self._warned_of_pending = True
+        kept = sum(CallCosts.of(call.captured.plan).saved for call in pending)
+        budget = self.session.options.budget
+        warnings.warn(
+            f"encore: {self.session.name} was called again after a backward while {len(pending)} earlier calls wait for "
+            f"theirs, as in pipeline schedules such as 1F1B. They keep {bytes_text(kept)}, which the budget of {budget} "
+            "does not bound: it bounds the calls between two backwards. Compile with a budget that is lower by that "
+            "much (resident=), or use a schedule that runs all forwards first (GPipe)",
+            stacklevel=2,
+        )
 
     def rehearse(self) -> None:
         """A graph of the running call turns out to be a part of the step. If it is the first one, rehearse the step and
