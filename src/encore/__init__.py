@@ -18,6 +18,7 @@ from encore.errors import (
     NeverRunError,
     OptionError,
     PlanError,
+    RanksDisagreeError,
     ReplayError,
     TierError,
     UnsupportedTorchError,
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from encore.comparison import Verification
     from encore.compiler.device_estimate import DeviceEstimate
     from encore.compiler.estimate import Estimate
+    from encore.compiler.sharded_estimate import ShardedEstimate
+    from encore.compiler.simulated_sharding import Sharding
     from encore.cost import Measurement, measure
     from encore.plan import SavedPlan
     from encore.reports.points import Point
@@ -54,10 +57,13 @@ __all__ = [
     "OptionError",
     "PlanError",
     "Point",
+    "RanksDisagreeError",
     "ReplayError",
     "Report",
     "SavedPlan",
     "ScanReport",
+    "ShardedEstimate",
+    "Sharding",
     "TierError",
     "UnsupportedTorchError",
     "Verification",
@@ -83,6 +89,8 @@ _ELSEWHERE = {
     "comparison": ("Verification",),
     "compiler.device_estimate": ("DeviceEstimate",),
     "compiler.estimate": ("Estimate",),
+    "compiler.sharded_estimate": ("ShardedEstimate",),
+    "compiler.simulated_sharding": ("Sharding",),
     "cost.allocations": ("Measurement", "measure"),
     "plan.saved": ("SavedPlan",),
     "reports.points": ("Point",),

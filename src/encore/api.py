@@ -22,6 +22,9 @@ from encore.compiler.estimate import Estimate
 from encore.compiler.largest_sizes import LargestSizes
 from encore.compiler.recording import Recording
 from encore.compiler.session import Arguments
+from encore.compiler.sharded import shared_session
+from encore.compiler.sharded_estimate import ShardedEstimate, shard_state_bytes
+from encore.compiler.simulated_sharding import Sharding
 from encore.compiler.summary import report_of
 from encore.compiler.twin import fake_twin
 from encore.devices import DeviceProfile, find_profile
@@ -205,6 +208,9 @@ def _find_sessions(model: Any) -> list[Session]:
         return [model.session]
     if isinstance(model, nn.Module) and isinstance(model._compiled_call_impl, CompiledCall):
         return [model._compiled_call_impl.session]
+    shared = shared_session(model) if isinstance(model, nn.Module) else None
+    if shared is not None:
+        return [shared]
     parameters = {id(parameter) for parameter in model.parameters()} if isinstance(model, nn.Module) else set()
     owners = [session for session in sessions if session.owns_any(parameters)]
     if not owners and not _is_torch_compiled(model):
@@ -226,7 +232,18 @@ def _name(model: Any) -> str:
 
 
 @overload
-def estimate(model: Callable[..., Any], *args: Any, device: None = None, **kwargs: Any) -> Estimate: ...
+def estimate(
+    model: Callable[..., Any], *args: Any, device: None = None, shards: None = None, **kwargs: Any
+) -> Estimate: ...
+@overload
+def estimate(
+    model: Callable[..., Any],
+    *args: Any,
+    shards: int | Sharding,
+    device: str | DeviceProfile | None = None,
+    optimizer: Any = None,
+    **kwargs: Any,
+) -> ShardedEstimate: ...
 @overload
 def estimate(
     model: Callable[..., Any], *args: Any, device: str | DeviceProfile, optimizer: Any = None, **kwargs: Any
@@ -237,8 +254,9 @@ def estimate(
     device: str | DeviceProfile | None = None,
     optimizer: Any = None,
     largest: Any = None,
+    shards: int | Sharding | None = None,
     **kwargs: Any,
-) -> Estimate | DeviceEstimate:
+) -> Estimate | DeviceEstimate | ShardedEstimate:
     """Estimate the memory and seconds of a training step. Nothing runs and nothing is allocated.
 
     Module and arguments may be real, on the meta device, or larger than the memory of this machine: only their shapes
@@ -249,9 +267,19 @@ def estimate(
     PyTorch reserves on that GPU, which need not be here, and whether it fits; `optimizer`, a class, a name or an
     instance, is part of it.
 
+    With `shards=64`, a module that is not sharded is taken as one that FSDP2 shards over 64 ranks, block by block, and
+    the answer is what the step takes on one of them: what is gathered, reduced and kept around the blocks included.
+    `shards=encore.Sharding(...)` names blocks and types.
+
     With `largest`, an example of the largest batch or its sizes as in `encore.compile`, that batch is estimated, too
     (`Estimate.largest`): percentages are of its step, and a budget fits if both batches fit it.
     """
+    if shards is not None:
+        if largest is not None:
+            raise OptionError(
+                "largest= and shards= exclude each other; call encore.estimate(model, *largest, shards=...)"
+            )
+        return _sharded_estimate(_plain(model), args, kwargs, shards, device, optimizer)
     if device is None:
         found = estimate_with(make_options({}), model, args, kwargs)
         if largest is not None:
@@ -277,12 +305,34 @@ def _estimated_largest(
         return estimate_with(make_options({}), model, args, kwargs)
 
 
+def _sharded_estimate(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shards: int | Sharding, device: Any, optimizer: Any
+) -> ShardedEstimate:
+    """Estimate a step of a module on one of the ranks that it would be sharded over."""
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"shards= is for a module, whose blocks FSDP2 shards, and not for {_name(model)}")
+    sharding = shards if isinstance(shards, Sharding) else Sharding(shards)
+    profile = None if device is None else find_profile(device)
+    resident = shard_state_bytes(optimizer, model, sharding)
+    options = make_options({"resident": resident, **({} if profile is None else {"lowering": "eager"})})
+    found = estimate_with(options, model, args, kwargs, sharding, here=profile is None)
+    return ShardedEstimate(_name(model), sharding, found, profile)
+
+
 def estimate_with(
-    options: Options, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    options: Options,
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    sharding: Sharding | None = None,
+    *,
+    here: bool = True,
 ) -> Estimate:
-    """Estimate a training step of a model that is compiled with these options."""
+    """Estimate a training step of a model that is compiled with these options, and sharded, if `sharding` is given;
+    on this machine, if it is `here`."""
     plain = model.plain if isinstance(model, CompiledCall) else model
-    recording = Recording(_name(plain), options)
+    recording = Recording(_name(plain), options, sharding=sharding)
+    recording.session.workspaces.bounds = here
     try:
         recording.run(fake_twin(plain, args, kwargs, recording.memory.mode))
     except TraceFailed as failure:

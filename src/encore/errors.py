@@ -23,6 +23,10 @@ class OperandError(OptionError, RuntimeError):
     this is both."""
 
 
+class RanksDisagreeError(EncoreError):
+    """Processes of a distributed run cannot run the same plan."""
+
+
 class PlanError(EncoreError):
     """A saved plan cannot be read, or is for another graph."""
 

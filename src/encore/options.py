@@ -306,7 +306,7 @@ def optimizer_bytes(optimizer: Any) -> int:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"optimizer={optimizer!r} is not a torch.optim.Optimizer; give one, or resident= in bytes")
     state_bytes = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        (memory := _memory_here(tensor)).data_ptr(): memory.nbytes()
         for state in optimizer.state.values()
         for tensor in state.values()
         if isinstance(tensor, torch.Tensor)
@@ -314,11 +314,17 @@ def optimizer_bytes(optimizer: Any) -> int:
     if state_bytes:
         return sum(state_bytes.values())
     return sum(
-        _state_bytes(optimizer, group, parameter.untyped_storage().nbytes())
+        _state_bytes(optimizer, group, _memory_here(parameter).nbytes())
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.requires_grad
     )
+
+
+def _memory_here(tensor: Any) -> Any:
+    """The memory of a tensor; of a distributed one, what this rank has of it."""
+    local = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+    return local.untyped_storage()
 
 
 def _state_bytes(optimizer: Any, group: Mapping[str, Any], parameter_bytes: int) -> int:

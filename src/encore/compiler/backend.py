@@ -37,6 +37,7 @@ from encore.compiler.variants import GraphRunner, Variant, next_number
 from encore.errors import EncoreError, IllegalGraphError, OptionError
 from encore.graph import Graph, Primal, UnsupportedGraphError, build_graph
 from encore.options import Options, make_options
+from encore.plan import without_saved_weights
 
 if TYPE_CHECKING:
     from encore.compiler.recording import RecordedGraph
@@ -283,7 +284,10 @@ class GraphCompilation:
         return compile_captured(captured, self.clock)
 
     def facts(self, joint: fx.GraphModule) -> Graph:
-        return build_graph(joint, primals=self.roles, returned=self.returned)
+        graph = build_graph(joint, primals=self.roles, returned=self.returned)
+        if self.session.gathers:
+            graph = without_saved_weights(graph, exact=self.session.options.lowering == "eager")
+        return graph
 
     def _first_used(self, tangents: Tangents, graph: Graph) -> Used:
         """The gradients to expect before any backward: those of a given plan, or of the same graph in earlier steps;

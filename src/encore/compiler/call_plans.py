@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from encore.compiler.variants import Variant
 from encore.options import Lossy
-from encore.plan import Candidate, Plan, worth_having
+from encore.plan import Candidate, GraphPlan, Plan, worth_having
 from encore.plan.calls import CallCosts
 
 MOST_PLANS = 7
@@ -26,6 +26,8 @@ class Offers:
     """What a call takes with everything kept."""
     build: Callable[[Candidate], Variant]
     """Compiles a candidate."""
+    given: Callable[[GraphPlan], tuple[Candidate, Callable[[Candidate], Variant]]]
+    """The candidate for a plan that was made elsewhere, and what compiles it."""
 
 
 class CallPlans:
@@ -49,7 +51,8 @@ class CallPlans:
     def _take(self, offers: Offers) -> None:
         seconds = offers.seconds
         self.unplanned = CallCosts.of(self.kept, seconds)
-        self._build = offers.build
+        self._offers = offers
+        self._added: dict[Candidate, Callable[[Candidate], Variant]] = {}
         candidates = dict.fromkeys(offers.candidates)
         looked_at = [(CallCosts.of(one.plan, seconds * (1 + one.overhead)), one) for one in candidates]
         worth: list[tuple[CallCosts, Candidate]] = []
@@ -64,6 +67,23 @@ class CallPlans:
         """The callables of a plan, by its number."""
 
     @property
+    def fingerprint(self) -> str:
+        """A name for the graph."""
+        return GraphPlan.of(self.kept.schedule.graph, self.kept).fingerprint
+
+    def graph_plan(self, number: int) -> GraphPlan:
+        """A plan as other processes can take it over."""
+        return GraphPlan.of(self.kept.schedule.graph, self.candidates[number].separate)
+
+    def add(self, plan: GraphPlan) -> int:
+        """Add a plan that was made elsewhere; return its number."""
+        candidate, build = self._offers.given(plan)
+        self._added[candidate] = build
+        self.candidates.append(candidate)
+        self.costs.append(CallCosts.of(candidate.plan, self._offers.seconds * (1 + candidate.overhead)))
+        return len(self.costs) - 1
+
+    @property
     def leanest(self) -> int:
         """The plan that takes least if its saved bytes count as much as its peak."""
         return min(range(len(self.costs)), key=lambda number: _size(self.costs[number]))
@@ -74,7 +94,8 @@ class CallPlans:
         return min(range(len(self.costs)), key=lambda number: self.costs[number].peak)
 
     def _variant(self, number: int) -> Variant:
-        variant = self._build(self.candidates[number])
+        candidate = self.candidates[number]
+        variant = self._added.get(candidate, self._offers.build)(candidate)
         self.costs[number] = CallCosts.of(variant.captured.plan, self.costs[number].seconds)
         return variant
 

@@ -16,6 +16,7 @@ from encore.capture.packing import packed_arguments, traced_packing
 from encore.compiler.backend import GraphCompilation, GraphCompiler
 from encore.compiler.session import Session
 from encore.compiler.shapes import CompiledShapes
+from encore.compiler.sharded import session_of_step
 from encore.graph.torch_private import pytree
 from encore.rnn.packed_rows import as_tensors
 from encore.rnn.packing import ShorterSequencesError
@@ -38,6 +39,9 @@ class CompiledCall:
         self._planned = CompiledShapes(plain, session, GraphCompiler(session, compilation))
         self._pads_whole = True
         """Whether every batch so far was padded no further than to its longest sequence."""
+        self._compilation = compilation
+        self._looked_for_shards: type | None = None
+        """The class of the module when that was asked: `fully_shard` changes it."""
         self._has_run = False
         self._warned_it_ran_plain = False
         self._inside_another = False
@@ -56,12 +60,28 @@ class CompiledCall:
         if self.session.plan_again:
             self.session.plan_again = False
             self._planned.clear()
+        self._find_shards(args, kwargs)
         forwards_before = self.session.forwards_run
         with self.session.planned_call(self.plain, args, kwargs):
             result = self._run(args, kwargs)
         if self.session.forwards_run == forwards_before and not self._warned_it_ran_plain:
             self._warn_if_it_ran_plain(result)
         return result
+
+    def _find_shards(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take part in the session of a sharded model, if the module belongs to one."""
+        module = getattr(self.plain, "__self__", None)
+        if isinstance(module, torch.nn.Module) and type(module) is not self._looked_for_shards:
+            self._looked_for_shards = type(module)
+            session = session_of_step(module, self.session) if self.session.runs else self.session
+            if session is not self.session:
+                if self.session.bypass is not None:
+                    self.session.bypass.stop()
+                session.codes |= self.session.codes
+                self.session = session
+                self._planned = CompiledShapes(self.plain, session, GraphCompiler(session, self._compilation))
+        if self.session.sharded is not None and not self.session.begins_with_root:
+            self.session.sharded.note_inputs(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = packed_arguments(args, kwargs, self.session)

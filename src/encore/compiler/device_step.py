@@ -173,14 +173,15 @@ def _optimizer_on(optimizer: Any, twin: Any, fakes: dict[int, Any]) -> Any:
                 fakes[id(tensor)] = _fake(tensor)
         made = copy.deepcopy(optimizer, fakes)
     else:
-        made = _optimizer_class(optimizer)([one for one in _parameters(twin) if one.requires_grad], lr=1e-3)
+        made = optimizer_class(optimizer)([one for one in _parameters(twin) if one.requires_grad], lr=1e-3)
     for group in made.param_groups:
         if group.get("foreach", False) is None and not group.get("fused") and type(made).__name__ not in FOR_LOOPS:
             group["foreach"] = True
     return made
 
 
-def _optimizer_class(optimizer: Any) -> Any:
+def optimizer_class(optimizer: Any) -> Any:
+    """The class of an optimizer that is given as such, or by name."""
     known = {
         name: kind
         for name, kind in vars(torch.optim).items()

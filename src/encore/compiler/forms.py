@@ -12,7 +12,16 @@ from encore.compiler.fuse import FusedPlan, fuse_plan
 from encore.errors import PlanError
 from encore.graph import Graph, verify_graph
 from encore.lower import kernel_store
-from encore.plan import Candidate, GraphPlan, Plan, Planner, allowed_methods, keep_everything, will_do
+from encore.plan import (
+    Candidate,
+    GraphPlan,
+    Plan,
+    Planner,
+    allowed_methods,
+    keep_everything,
+    will_do,
+    without_saved_weights,
+)
 from encore.plan.saved import describe
 from encore.plan.seconds import ActionSeconds
 from encore.rewrite import ComparedJudge, Judge, LeanJudge, find_heads, rewrite, split_head
@@ -69,7 +78,12 @@ def _rewrite(captured: Captured, unplanned: Plan, judge: Judge) -> RewrittenGrap
         limit=unplanned.timeline.step_peak,
         skip=captured.options.skip,
     )
-    kept = keep(rewritten.graph) if rewritten.applied else unplanned
+    if not rewritten.applied:
+        return RewrittenGraph(unplanned, _while_tracing(captured))
+    graph = rewritten.graph
+    if captured.session.gathers:
+        graph = without_saved_weights(graph, exact=captured.exact)
+    kept = keep(graph)
     return RewrittenGraph(kept, (*_while_tracing(captured), *rewritten.applied))
 
 
@@ -157,6 +171,7 @@ def _planner(captured: Captured, kept: Plan, reference: Planner | None = None) -
         links=None if reference is None else reference.links,
         densities=None if reference is None else reference.densities,
         admitted=None if reference is None else reference.admitted,
+        gathered=session.gathers,
         reference=reference,
     )
 

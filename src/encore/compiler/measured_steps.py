@@ -107,6 +107,8 @@ class MeasuredSteps:
             self.lines_wanted = not step.lines
             raise BudgetExceededError(_message(session.name, step, floor), floor=max(floor, step.taken))
         waiting, self._untold = self._untold, None
+        if session.sharded is not None and step is not None and not exceeds:
+            waiting = None  # the threads of a process group free its buffers unseen, so that a step may seem to exceed
         if self._told or not (exceeds or waiting):
             return
         if step is not None and exceeds and step.plain is None and waiting is None:
@@ -161,4 +163,6 @@ def _old_gradients(session: Session) -> Iterable[torch.Tensor]:
     """Gradients of the step before, which the running step may free."""
     alive = (reference() for reference in session.tensors.values())
     gradients = [tensor.grad for tensor in alive if tensor is not None and tensor.grad is not None]
+    if session.sharded is not None:
+        gradients += session.sharded.gradients
     return [gradient for gradient in gradients if gradient.layout is torch.strided]

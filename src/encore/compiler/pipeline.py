@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from encore.capture import torch_private
 from encore.compiler.call_plans import CallPlans, Offers, unbounded
@@ -33,7 +33,7 @@ from encore.errors import BudgetError
 from encore.fates import Recompute, recomputable
 from encore.graph import verify_graph
 from encore.options import Budget
-from encore.plan import Candidate, Plan, Planner, keep_everything, stack_plans, will_do
+from encore.plan import Candidate, GraphPlan, Plan, Planner, keep_everything, stack_plans, will_do
 from encore.plan.budget import budget_error
 
 
@@ -149,7 +149,13 @@ def plan_calls(captured: Captured, clock: StageClock) -> CallPlans:
 
     def offers(found: Candidates) -> Offers:
         build = functools.partial(_built, found, unplanned, clock)
-        return Offers(found.offers, found.forms.first.kept_seconds, build)
+
+        def given(plan: GraphPlan) -> tuple[Candidate, Callable[[Candidate], Variant]]:
+            with torch_private.compile_settings(), torch_private.real_tensors(), collector_paused():
+                forms, offer = found.forms.given(plan, made_here=True)
+            return offer, functools.partial(_built, dataclasses.replace(found, forms=forms), unplanned, clock)
+
+        return Offers(found.offers, found.forms.first.kept_seconds, build, given)
 
     def search(carried: Carried) -> Offers:
         with torch_private.compile_settings(), torch_private.real_tensors():

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
+from torch import fx, nn
 
 from encore.capture import torch_private
 from encore.capture.layouts import TensorLayout
@@ -27,6 +27,7 @@ from encore.compiler.backend import GraphCompilation
 from encore.compiler.call_plans import CallPlans
 from encore.compiler.compiled import CompiledCall
 from encore.compiler.session import Mode, Session
+from encore.compiler.simulated_sharding import Sharding, SimulatedSharding
 from encore.compiler.twin import FakeTwin
 from encore.compiler.variants import GraphRunner, about, next_number
 from encore.devices import generators_kept
@@ -279,10 +280,24 @@ class RecordedCompilation(GraphCompilation):
 class Recording:
     """A step of a model on fake tensors."""
 
-    def __init__(self, name: str, options: Options, *, is_estimate: bool = True, first_name: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        *,
+        is_estimate: bool = True,
+        first_name: int = 0,
+        sharding: Sharding | None = None,
+    ) -> None:
         self.memory = FakeMemory()
         self.session = Session(name, options, mode=Mode.ESTIMATE)
         """Of the rehearsal: nothing runs in it."""
+        self.session.gathers = sharding is not None
+        self.sharding = sharding
+        """How FSDP2 would shard the model."""
+        self.resident: int | None = None
+        """Bytes that are there before and after the step of a model that is sharded."""
+        self._simulated: SimulatedSharding | None = None
         self.is_estimate = is_estimate
         self.first_name = first_name
         self.graphs: list[RecordedGraph] = []
@@ -296,6 +311,8 @@ class Recording:
         """Run a step. If it calls graphs that are parts of the step, run it again, with the same draws, and record
         that: nothing is compiled any more, which may keep tensors of the first run alive."""
         self.identities = twin.identities
+        if self.sharding is not None:
+            self._shard(twin, self.sharding)
         compilation = functools.partial(RecordedCompilation, self)
         call = CompiledCall(twin.call, self.session, compilation)
         with _all_generators_kept():
@@ -306,8 +323,18 @@ class Recording:
                 self._step(call, twin)
         self.calls = [one for one in self.calls if len(one.marks) == BOTH]
 
+    def _shard(self, twin: FakeTwin, sharding: Sharding) -> None:
+        if not isinstance(twin.call, nn.Module):
+            raise OptionError("shards= is for a module, whose blocks FSDP2 shards, and not for a function")
+        self._simulated = SimulatedSharding(twin.call, sharding)
+        given = [one for one in pytree.tree_leaves((twin.args, twin.kwargs)) if isinstance(one, torch.Tensor)]
+        memory = {one.untyped_storage()._cdata: one.nbytes for one in (*twin.call.buffers(), *given)}
+        self.resident = sum(memory.values()) + sum(group.memory.shard for group in self._simulated.groups)
+
     def _step(self, call: CompiledCall, twin: FakeTwin) -> None:
         """Run forward; if it calls graphs that are parts of the step, backward, too."""
+        if self._simulated is not None:
+            self._simulated.forget()
         self.memory.begin()
         with self.memory.mode, torch.enable_grad():
             loss = self._loss(call(*twin.args, **twin.kwargs))

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,9 @@ from encore.options import Options, tier_name
 from encore.plan import Candidate, Plan
 from encore.tiers import FOR_STEPS, Tier
 from encore.tiers.disk import default_folder
+
+if TYPE_CHECKING:
+    from encore.compiler.sharded import ShardedModel
 
 Arguments = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A callable, and what it is called with."""
@@ -177,6 +180,12 @@ class Session:
         self.why_plain = ""
         """Why calls that lead to gradients ran as plain PyTorch, if any did."""
         self._calls_running = 0
+        self.sharded: ShardedModel | None = None
+        """What FSDP2 shards of the model, if it does; known once it has been called."""
+        self.gathers = False
+        """Whether parameters are only there while they are used."""
+        self.begins_with_root = False
+        """Whether a step begins with a module around those that are compiled, which says so."""
         self.started: Arguments | None = None
         """The call of the model that runs, with its arguments, until a graph of it has been captured."""
         self.born = next(_births)
@@ -275,10 +284,10 @@ class Session:
         """The user calls the model, or a part of it that is compiled by itself, within a call of the model."""
         if self.bypass is not None:
             self.bypass.stop()
-        if self._calls_running == 0:
-            if self.on_first_batch is not None:
-                self.on_first_batch(self, (call, args, kwargs))
-                self.on_first_batch = None
+        if self._calls_running == 0 and self.on_first_batch is not None:
+            self.on_first_batch(self, (call, args, kwargs))
+            self.on_first_batch = None
+        if self._calls_running == 0 and not self.begins_with_root:
             self.begin_call()
             self.started = (call, args, kwargs)
         self.calls += 1
@@ -303,6 +312,8 @@ class Session:
 
     def is_whole(self, traced: Sequence[CodeType]) -> bool:
         """Return whether a graph that was traced from this code, the outermost first, is all of the model."""
+        if self.gathers:
+            return False
         return self.one_graph or not self.codes or not traced or traced[0] in self.codes
 
     def note_forward(self, graph: CapturedGraph) -> None:

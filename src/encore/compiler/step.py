@@ -22,13 +22,15 @@ save least.
 Known shortcomings: the allocator is only observed on CPUs, and while no other profiler runs; elsewhere plain code
 counts as far as the outputs of captured graphs live on. Backwards are taken to run in the reverse order of the
 forwards, as autograd runs them within one `backward()`; other orders are predicted less closely. Programs are learned
-by each rank for itself, so with several ranks each graph is planned when it is captured.
+by each rank for itself, so with several ranks each graph is planned when it is captured; but for models that FSDP2
+shards, whose ranks decide together (`ranks.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -41,6 +43,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from encore.capture import torch_private
 from encore.compiler.measured_steps import MeasuredSteps
 from encore.cost.observation import Observation, Segment
+from encore.errors import BudgetError
 from encore.graph import Role
 from encore.plan.budget import budget_error, stack_plans
 from encore.plan.calls import Around, CallCosts, SharedBudget, SharedChoice, received_bytes
@@ -159,6 +162,7 @@ class StepPlanner:
         self.rehearsed: StepPlans | None = None
         """The plans of the step as it was rehearsed last."""
         self._may_rehearse = True
+        self._warned_of_pending = False
 
     @property
     def session(self) -> Session:
@@ -172,7 +176,8 @@ class StepPlanner:
         session = self.session
         options = session.options
         planned = session.runs and not session.one_graph and options.plan is None
-        return planned and options.budget is not None and not torch_private.has_ranks()
+        alone = session.sharded is not None or not torch_private.has_ranks() or torch_private.has_pipelines()
+        return planned and options.budget is not None and alone
 
     @property
     def is_rehearsed(self) -> bool:
@@ -204,6 +209,7 @@ class StepPlanner:
         if not self._wanted:
             return
         if self._backwards:
+            self._warn_of_pending([call for call in self.calls if call.is_pending])
             self._finish()
         else:
             self.calls = [call for call in self.calls if call.is_pending]
@@ -214,12 +220,29 @@ class StepPlanner:
             self._observation = self.measured.begin(self.session, wanted=self._should_observe())
             self._records = self._records or self._observation is not None
 
+    def _warn_of_pending(self, pending: Sequence[Call]) -> None:
+        """Warn of calls that wait for their backward while a new step begins: what they keep is in no plan of it."""
+        if self._warned_of_pending or not pending:
+            return
+        self._warned_of_pending = True
+        kept = sum(CallCosts.of(call.captured.plan).saved for call in pending)
+        budget = self.session.options.budget
+        warnings.warn(
+            f"encore: {self.session.name} was called again after a backward while {len(pending)} earlier calls wait "
+            f"for theirs, as in pipeline schedules such as 1F1B. They keep {bytes_text(kept)}, which the budget of "
+            f"{budget} does not bound: it bounds the calls between two backwards. Compile with a budget that is lower "
+            "by that much (resident=), or use a schedule that runs all forwards first (GPipe)",
+            stacklevel=2,
+        )
+
     def rehearse(self) -> None:
         """A graph of the running call turns out to be a part of the step. If it is the first one, rehearse the step and
         plan its calls."""
         session, started = self.session, self.session.started
         session.started = None
-        if started is None or not (self._wanted and self._may_rehearse) or self.calls or session.checking:
+        if session.sharded is not None or session.checking:
+            return
+        if started is None or not (self._wanted and self._may_rehearse) or self.calls:
             return
         from encore.compiler.rehearsal import rehearsed_step  # which compiles, and so imports this module
 
@@ -357,6 +380,8 @@ class StepPlanner:
         self.last = program
         if segments is not None:
             first, last = calls[0].marks[0], max(call.marks[3] for call in calls)
+            if self.session.sharded is not None:  # gathering and reducing around all calls counts, too
+                first, last = -1, max(self._end, last)
             program.observed = max(segment.peak for segment in segments[first + 1 : last + 1])
         if not program.settled:
             was_recorded = all(len(call.alive_around) == 2 for call in calls)
@@ -428,32 +453,43 @@ class StepPlanner:
             program.was_rehearsed = False
             return
         if program.rounds >= ROUNDS or (program.rounds > 1 and (segments is None or program.is_as_predicted)):
-            program.settled = True
+            self._settle(program, calls)
             return
-        counts = Counter(call.runner for call in calls)
-        plans = {runner: runner.call_plans(count) for runner, count in counts.items()}
-        around = arounds(calls, segments)
+        plans = self._plans(calls)
+        around = self._around(calls, segments)
         program.around = tuple(around)
         program.rounds += 1
-        program.resident = stack_plans([plans[runner].kept for runner in counts]).resident
-        program.resident += self.session.options.resident
-        program.unplanned = step_peak(around, [plans[call.runner].unplanned for call in calls])
+        program.resident = self.session.options.resident
+        sharded = self.session.sharded
+        program.resident += (
+            stack_plans([one.kept for one in plans.values()]).resident if sharded is None else sharded.resident
+        )
+        least = 0 if sharded is None or segments is None else outside_peak(calls, segments, self._end)
+        program.unplanned = max(least, step_peak(around, [plans[call.runner].unplanned for call in calls]))
         program.limit = self._limit(program)
-        settled = False
+        settled, tries = False, 0
         while not settled:  # compiled kernels may take other workspaces than was predicted
-            found = SharedBudget(around, [plans[call.runner].costs for call in calls])
+            found = SharedBudget(around, [plans[call.runner].costs for call in calls], least=least)
             program.floor = found.floor
             shared = None if program.limit is None else found.within(program.limit - program.resident)
             if shared is None and program.limit is not None and any(one.search() for one in plans.values()):
                 continue
+            error = None
             if shared is None and program.limit is not None and program.rounds > 1:
-                least = [plans[call.runner].costs for call in calls]
-                fits = SharedBudget([Around(0, 0)] * len(calls), least).floor + program.resident <= program.limit
+                least_costs = [plans[call.runner].costs for call in calls]
+                fits = SharedBudget([Around(0, 0)] * len(calls), least_costs).floor + program.resident <= program.limit
                 if not (fits and self._saves_less(program, observation)):
-                    self._require_room(program, found.lowest(), plans, calls, around)
+                    error = self._without_room(program, found.lowest(), plans, calls, around)
             self.measured.lines_wanted |= shared is None and program.limit is not None and program.rounds > 1
             if shared is None or program.rounds == 1:
                 shared = found.lowest()
+            if sharded is not None:
+                of_calls = [plans[call.runner] for call in calls]
+                when = f"round {program.rounds}, try {tries}"
+                shared = sharded.agreement.decided(when, of_calls, around, error or shared, least)
+            elif error is not None:
+                raise error
+            tries += 1
             picked = [(plans[call.runner], number) for call, number in zip(calls, shared.plans, strict=True)]
             before = [of_graph.costs[number] for of_graph, number in picked]
             program.variants = tuple(of_graph.variant(number) for of_graph, number in picked)
@@ -461,6 +497,37 @@ class StepPlanner:
             settled = before == [of_graph.costs[number] for of_graph, number in picked]
         self._follow(program)
         self._log(program)
+
+    def _plans(self, calls: Sequence[Call]) -> dict[GraphRunner, CallPlans]:
+        """The plans of every graph, for as many calls of it as the step has. Blocks that are compiled one by one are
+        graphs of their own, which are alike."""
+        runners = dict.fromkeys(call.runner for call in calls)
+        alike: dict[GraphRunner, object] = {one: one for one in runners}
+        if self.session.begins_with_root:
+            alike = {one: one.fingerprint for one in runners}
+        counts = Counter(alike[call.runner] for call in calls)
+        return {one: one.call_plans(counts[alike[one]]) for one in runners}
+
+    def _settle(self, program: Program, calls: list[Call]) -> None:
+        """Let the plans stay; ranks of a sharded model take over those of the rank that was first."""
+        program.settled = True
+        sharded, mine = self.session.sharded, program.shared
+        if sharded is None or mine is None:
+            return
+        of_runner = self._plans(calls)
+        plans = [of_runner[call.runner] for call in calls]
+        taken = sharded.agreement.decided("settled", plans, program.around, mine)
+        if taken is not mine:
+            program.shared = taken
+            program.variants = tuple(one.variant(number) for one, number in zip(plans, taken.plans, strict=True))
+            self._follow(program)
+
+    def _around(self, calls: list[Call], segments: list[Segment] | None) -> list[Around]:
+        """What was around the calls of a step that ran."""
+        sharded = self.session.sharded
+        if sharded is None or segments is not None:
+            return arounds(calls, segments)
+        return sharded.around(arounds(calls, None, reduces=True))
 
     def _log(self, program: Program) -> None:
         log.info(
@@ -475,8 +542,8 @@ class StepPlanner:
     def _saves_less(self, program: Program, observation: Observation | None) -> bool:
         """Have plain code between the graphs save less from the next step on, and plan again when that was observed;
         False if it cannot. Whether the code allows hooks is known of a step whose Python calls were recorded."""
-        saves = self.session.plain_saves
-        if program.whole or observation is None or not saves.may_save_less:
+        saves = self.session.plain_saves  # whose codes must not hold gathered parameters
+        if self.session.sharded is not None or program.whole or observation is None or not saves.may_save_less:
             return False
         if observation.lines and not (observation.allows_hooks and saves.save_less()):
             return False
@@ -502,26 +569,26 @@ class StepPlanner:
             if known is None or len(known.calls) <= len(program.calls):
                 self._followers[beginning] = program
 
-    def _require_room(
+    def _without_room(
         self,
         program: Program,
         lowest: SharedChoice,
         plans: Mapping[GraphRunner, CallPlans],
         calls: Sequence[Call],
         around: Sequence[Around],
-    ) -> None:
-        """Raise if captured graphs alone exceed the budget; if plain code does, the settled step is warned of."""
+    ) -> BudgetError | None:
+        """The error if captured graphs alone exceed the budget; if plain code does, the settled step is warned of."""
         assert program.limit is not None
         costs = [plans[call.runner].costs[number] for call, number in zip(calls, lowest.plans, strict=True)]
         captured = step_peak([dataclasses.replace(one, between=0) for one in around], costs)
         # A single graph has a plan within the budget already, but for the code around it.
         if program.whole or captured + program.resident <= program.limit:
-            return
+            return None
         floor, tiers = lowest.step_peak + program.resident, bool(self.session.options.tiers)
         largest = max(range(len(calls)), key=lambda place: costs[place].backward_peak)
         plan = plans[calls[largest].runner].variant(lowest.plans[largest]).captured.plan
         what = f"this step of {len(calls)} calls of {len(plans)} graphs"
-        raise budget_error(plan, self.session.options.budget, program.limit, floor, tiers=tiers, what=what)
+        return budget_error(plan, self.session.options.budget, program.limit, floor, tiers=tiers, what=what)
 
 
 def step_peak(around: Sequence[Around], costs: Sequence[CallCosts]) -> int:
@@ -529,11 +596,18 @@ def step_peak(around: Sequence[Around], costs: Sequence[CallCosts]) -> int:
     return SharedBudget(around, [[cost] for cost in costs]).floor
 
 
-def arounds(calls: Sequence[Call], segments: Sequence[Segment] | None) -> list[Around]:
-    """What was around every call of a step that ran: as observed, or else as far as captured graphs tell."""
+def outside_peak(calls: Sequence[Call], segments: Sequence[Segment], end: int) -> int:
+    """The peak before the first call and after the last backward, which no plan changes."""
+    first, last = calls[0].marks[0], max(call.marks[3] for call in calls)
+    return max(segment.peak for segment in (*segments[: first + 1], *segments[last + 1 : end + 1]))
+
+
+def arounds(calls: Sequence[Call], segments: Sequence[Segment] | None, *, reduces: bool = False) -> list[Around]:
+    """What was around every call of a step that ran: as observed, or else as far as captured graphs tell. Where another
+    package `reduces` gradients after every call, they do not stay."""
     saved = [CallCosts.of(call.captured.plan).saved for call in calls]
     if segments is None:
-        gradients = _gradients_before(calls)
+        gradients = _gradients_before(calls, reduces=reduces)
         return [
             Around(call.alive_around[0], call.alive_around[1] + gradient, frees_received=call.frees_received)
             for call, gradient in zip(calls, gradients, strict=True)
@@ -555,7 +629,7 @@ def arounds(calls: Sequence[Call], segments: Sequence[Segment] | None) -> list[A
     return found
 
 
-def _gradients_before(calls: Sequence[Call]) -> list[int]:
+def _gradients_before(calls: Sequence[Call], *, reduces: bool) -> list[int]:
     """For every call, the gradients that are there when its backward begins: those of parameters, and those of outputs
     of earlier calls, from the backwards before it."""
     parameters: dict[object, int] = {}
@@ -577,6 +651,8 @@ def _gradients_before(calls: Sequence[Call]) -> list[int]:
             if gradient is None:
                 continue
             size = graph.bytes_of(gradient)
+            if graph.values[primal].role is Role.PARAMETER and reduces:
+                continue
             if graph.values[primal].role is Role.PARAMETER:
                 identity = graph.identities[place] if graph.identities else None
                 parameters[(id(call.runner), place) if identity is None else identity] = size

@@ -65,6 +65,7 @@ class StepPlans:
         self.graphs: list[RecordedGraph] = list(dict.fromkeys(call.graph for call in recording.calls))
         self.plans: Mapping[RecordedGraph, CallPlans] = {graph: graph.plans for graph in self.graphs}
         self.has_loss = recording.has_loss
+        self._shards = recording.resident
         self._left = list(self.graphs)
         """Graphs that have not been captured from the model yet."""
         self._places = {block: place for place, block in enumerate(recording.memory.blocks)}
@@ -86,6 +87,8 @@ class StepPlans:
     @property
     def resident(self) -> int:
         """Bytes that are there before the step."""
+        if self._shards is not None:
+            return self._shards + self.options.resident
         return stack_plans([self.plans[graph].kept for graph in self.graphs]).resident + self.options.resident
 
     @property
@@ -93,7 +96,8 @@ class StepPlans:
         """The peak with everything kept."""
         kept = [self.plans[call.graph] for call in self.calls]
         saved = [SavedTensors.of(one.kept) for one in kept]
-        return step_peak(self._arounds(saved), [one.unplanned for one in kept])
+        outside = self._outside(self._alive(saved, returned=True))
+        return max(outside, step_peak(self._arounds(saved), [one.unplanned for one in kept]))
 
     def around(self, plans: Sequence[int], *, returned: bool = True) -> list[Around]:
         """What the step keeps around each call with these plans; the caller keeps what was `returned` to the end."""
@@ -103,7 +107,17 @@ class StepPlans:
     def peak(self, plans: Sequence[int], *, returned: bool = True) -> int:
         """The peak of the step with these plans."""
         costs = [self.plans[call.graph].costs[number] for call, number in zip(self.calls, plans, strict=True)]
-        return step_peak(self.around(plans, returned=returned), costs)
+        saved = [self._saved(call.graph, number) for call, number in zip(self.calls, plans, strict=True)]
+        alive = self._alive(saved, returned=returned)
+        return max(self._outside(alive), step_peak(self._arounds(saved, returned=returned), costs))
+
+    def _outside(self, alive: NDArray[np.int64]) -> int:
+        """The peak before the first call and after the last backward of a sharded model, which gathers and reduces
+        there."""
+        if self._shards is None:
+            return 0
+        first, last = min(call.marks[0] for call in self.calls), max(call.marks[3] for call in self.calls)
+        return int(max(alive[: first + 1].max(), alive[last:].max()))
 
     def _saved_by(self, graph: RecordedGraph, number: int) -> SavedTensors:
         return SavedTensors.of(self.plans[graph].candidates[number].plan)

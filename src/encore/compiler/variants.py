@@ -31,6 +31,7 @@ from encore.errors import ReplayError
 from encore.graph import Graph, OpClass, Role
 from encore.graph.values import Value
 from encore.lower import Lowered
+from encore.plan import GraphPlan
 
 if TYPE_CHECKING:
     from encore.compiler.call_plans import CallPlans
@@ -106,6 +107,12 @@ class GraphRunner:
         schedule = self.current.captured.plan.schedule
         return [schedule.graph.values[value] for value in schedule.saved]
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A name for its graph, which others that are alike have, too."""
+        unplanned = self.current.captured.unplanned
+        return GraphPlan.of(unplanned.schedule.graph, unplanned).fingerprint
+
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def groups(self, inputs: Sequence[Any]) -> torch_private.Groups:
@@ -147,7 +154,7 @@ class GraphRunner:
         captured.stalled["forward"] = session.waited - before
         session.waiting_since = time.perf_counter()
         session.step.forward_ends(call, result)
-        return result
+        return _without_bases(result, len(variant.graph.outputs))
 
     def _expected(self, args: Sequence[Any]) -> Variant:
         """The variant for the gradients seen so far."""
@@ -356,6 +363,16 @@ class _Inputs:
         finally:
             for device, state in now.items():
                 _set_state(device, state)
+
+
+def _without_bases(results: Sequence[Any], outputs: int) -> Sequence[Any]:
+    """What forward returns, its outputs as tensors of their own: how a plan lays them into memory must not make them
+    views, which autograd and hooks of modules treat differently."""
+    made = results[:outputs]
+    if not any(isinstance(one, torch.Tensor) and one._base is not None for one in made):
+        return results
+    plain = (one.detach() if isinstance(one, torch.Tensor) and one._base is not None else one for one in made)
+    return (*plain, *results[outputs:])
 
 
 def _version(tensor: torch.Tensor) -> int:

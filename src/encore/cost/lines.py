@@ -9,7 +9,8 @@ function that it is in, and by the calls before and after it there: its place is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -92,15 +93,31 @@ def own_events(events: Iterable[PlacedEvent]) -> list[PlacedEvent]:
     """The allocations, and the releases of these.
 
     Of memory that was there before, PyTorch reports some releases, with wrong sizes: it remembers what was allocated
-    under an earlier profiler, also if that was freed without one and the address used again.
+    under an earlier profiler, also if that was freed without one and the address used again. Releases in other threads
+    (those of a process group, which free its buffers) are not reported: where memory is allocated, nothing else is.
     """
-    allocated: set[int] = set()
+    allocated: dict[int, int] = {}
+    addresses: list[int] = []
     own = []
     for event in events:
-        if event.bytes > 0 or event.address in allocated:
+        if event.bytes > 0:
+            for address in _overlapping(event, allocated, addresses):
+                own.append(PlacedEvent(event.time, -allocated.pop(address), address, event.place))
+                addresses.remove(address)
+            allocated[event.address] = event.bytes
+            bisect.insort(addresses, event.address)
             own.append(event)
-            (allocated.add if event.bytes > 0 else allocated.discard)(event.address)
+        elif event.address in allocated:
+            del allocated[event.address], addresses[bisect.bisect_left(addresses, event.address)]
+            own.append(event)
     return own
+
+
+def _overlapping(event: PlacedEvent, allocated: Mapping[int, int], addresses: Sequence[int]) -> list[int]:
+    """The blocks, in order of address, that share memory with one that is allocated now."""
+    first = max(0, bisect.bisect_right(addresses, event.address) - 1)
+    last = bisect.bisect_left(addresses, event.address + event.bytes)
+    return [one for one in addresses[first:last] if one + allocated[one] > event.address]
 
 
 def _resolved(context: _Context, forward: dict[int, Place]) -> Place:

@@ -64,6 +64,8 @@ class Workspaces:
 
     def __init__(self, *, run: bool) -> None:
         self.run = run
+        self.bounds = True
+        """Whether operators that are not known take the bounds of this machine; on another one they take nothing."""
         self._cache = machine_cache()
         self._known: dict[str, int] = {}
         self._fitted = FittedWorkspaces()
@@ -104,7 +106,7 @@ class Workspaces:
             return 0
         if is_pointwise(op.target):
             return _pointwise(graph, op)
-        return self._measured(graph, op)
+        return self._measured(graph, op) if self.bounds else 0
 
     def _of_own(self, graph: Graph, op: Op) -> int:
         """The workspace of an operator of Encore's own, from the shapes of its operands."""

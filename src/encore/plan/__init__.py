@@ -6,6 +6,7 @@
 
 from encore.plan.budget import choose, keeps_budget, lowest, may_win, room_for, stack_plans, will_do
 from encore.plan.candidate import Candidate, worth_having
+from encore.plan.gathered import without_saved_weights
 from encore.plan.methods import Methods, allowed_methods
 from encore.plan.patterns import PlanPattern, roles_of
 from encore.plan.plan import Plan, feature_maps, keep_everything
@@ -34,5 +35,6 @@ __all__ = [
     "stack_plans",
     "step_seconds",
     "will_do",
+    "without_saved_weights",
     "worth_having",
 ]

@@ -137,9 +137,10 @@ class SharedChoice:
 class SharedBudget:
     """Every choice that is worth having for one step."""
 
-    def __init__(self, around: Sequence[Around], costs: Sequence[Sequence[CallCosts]]) -> None:
+    def __init__(self, around: Sequence[Around], costs: Sequence[Sequence[CallCosts]], *, least: int = 0) -> None:
+        """`least` is a peak that the step has whatever its plans."""
         self._parents: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-        kept, needed, spent = np.zeros(1), np.zeros(1), np.zeros(1)
+        kept, needed, spent = np.zeros(1), np.full(1, float(least)), np.zeros(1)
         for place, offered in zip(around, costs, strict=True):
             saved, own, seconds = _columns(place, offered)
             count = len(offered)

@@ -20,6 +20,7 @@ from encore.graph import Graph
 from encore.plan.admission import Admitted
 from encore.plan.calls import CallCosts
 from encore.plan.candidate import Candidate, Fuse, by_methods, worth_having
+from encore.plan.gathered import remade
 from encore.plan.methods import Methods
 from encore.plan.patterns import PlanPattern, roles_of
 from encore.plan.plan import Plan, feature_maps
@@ -57,6 +58,7 @@ class Planner:
         links: Mapping[str, Link] | None = None,
         densities: Densities | None = None,
         admitted: Admitted | None = None,
+        gathered: bool = False,
         reference: Planner | None = None,
     ) -> None:
         self.kept = kept
@@ -74,6 +76,8 @@ class Planner:
         """What is known of the data."""
         self.admitted = admitted
         """The lossy codecs that it may use, and for which activations; None: all of its methods, for any."""
+        self.remade: frozenset[Fate] = remade(self.graph) if gathered else frozenset()
+        """What becomes of values that are made of weights alone, if these are only there while they are used."""
         self.calls = 1
         """Calls of this graph whose saved bytes are there together."""
         self.reference: Planner = self if reference is None else reference.reference
@@ -237,6 +241,9 @@ class Planner:
         """The plan that carries out these fates, as separate operators."""
         if not fates:
             return self.kept
+        if self.remade:
+            weights = {fate.value for fate in self.remade}
+            fates = self.remade.union(fate for fate in fates if fate.value not in weights)
         carried_out = carry_out_fates(self.graph, fates, exact=self.exact)
         schedule = schedule_step(carried_out.graph)
         plan = Plan(

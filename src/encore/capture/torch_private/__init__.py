@@ -49,9 +49,19 @@ from encore.capture.torch_private.joint_graph import (
 from encore.capture.torch_private.layer_shapes import recurrent_shapes
 from encore.capture.torch_private.layers import captured_layers
 from encore.capture.torch_private.messages import messages_after_graphs
-from encore.capture.torch_private.process import first_value, has_ranks
+from encore.capture.torch_private.process import first_value, has_pipelines, has_ranks
 from encore.capture.torch_private.replacements import Replacement, constructed_as, replaced_readers, traced_as
 from encore.capture.torch_private.saved_tensors import top_saved_tensors_hooks, without_top_saved_tensors_hooks
+from encore.capture.torch_private.sharding import (
+    ParameterGroup,
+    ShardedParameter,
+    gathered_storages,
+    local_gradients,
+    local_tensors,
+    on_this_rank,
+    parameter_groups,
+    sharded_root,
+)
 from encore.capture.torch_private.symbols import (
     SYMBOLIC_NUMBERS,
     expression_of,
@@ -88,7 +98,9 @@ __all__ = [
     "Chain",
     "DataDependent",
     "Groups",
+    "ParameterGroup",
     "Replacement",
+    "ShardedParameter",
     "TraceFailed",
     "WatchedFakeMode",
     "at_end_of_backward",
@@ -110,10 +122,12 @@ __all__ = [
     "fake_window",
     "first_value",
     "formula",
+    "gathered_storages",
     "given",
     "graph_break",
     "graph_in_place_of",
     "guard_hooks",
+    "has_pipelines",
     "has_ranks",
     "has_symbols",
     "hint_of",
@@ -124,11 +138,15 @@ __all__ = [
     "keeps_graph",
     "keeps_marked_dimensions",
     "last_traced_node",
+    "local_gradients",
+    "local_tensors",
     "messages_after_graphs",
     "new_symbol",
+    "on_this_rank",
     "outermost_codes",
     "outside_compilation",
     "outside_tracing",
+    "parameter_groups",
     "pin",
     "pin_sizes",
     "plain_callable",
@@ -141,6 +159,7 @@ __all__ = [
     "returned_outputs",
     "running_node",
     "saves_unchecked",
+    "sharded_root",
     "shell",
     "symbolic_dimensions",
     "takes_apart_tensors",
