@@ -28,6 +28,7 @@ from encore.codecs import CODECS, Densities, Share
 from encore.compiler.bounded_codecs import BoundedCodecs
 from encore.compiler.call_plans import CallPlans, Offers, few, unbounded
 from encore.compiler.captured import Captured
+from encore.compiler.device_budget import on_devices
 from encore.compiler.forms import Forms, fused, rewrite_for_speed
 from encore.compiler.fuse import FusedPlan, kernels_of
 from encore.compiler.known_structures import LARGER, SLOWER, SLOWER_BY, FinishedSearch
@@ -40,6 +41,7 @@ from encore.compiler.watch import watches
 from encore.cost import AssumedSeconds, densities, may_be_narrow, may_be_sparse, time_kernels
 from encore.cost.gradient_error import GradientError
 from encore.cost.observation import Observation
+from encore.devices import release_cached
 from encore.errors import BudgetError, CheckError, IllegalGraphError
 from encore.fates import Recompute, recomputable
 from encore.graph import verify_graph
@@ -50,6 +52,7 @@ from encore.plan import (
     GraphPlan,
     Plan,
     Planner,
+    allocated_bytes,
     candidates_of,
     choose,
     feature_maps,
@@ -59,6 +62,7 @@ from encore.plan import (
     may_win,
     room_for,
     stack_plans,
+    taken,
     will_do,
     worth_having,
 )
@@ -139,6 +143,8 @@ def compile_captured(captured: Captured, clock: StageClock) -> Variant:
     fitting = with_saving_order(fitting)
     clock.lap("compile")
     variant = lower_plan(fitting, unplanned, clock)
+    if variant.captured.footprint is not None and captured.runs:
+        release_cached()  # what measuring has left
     _log_graph(variant.captured)
     return variant
 
@@ -174,6 +180,8 @@ def plan_calls(captured: Captured, clock: StageClock) -> CallPlans:
 def _require_room_for_one_call(captured: Captured, plans: CallPlans) -> None:
     """Raise if a single call takes more than the budget: the step, which is not known yet, will take no less."""
     budget = captured.options.budget
+    if budget is not None:
+        budget = on_devices(budget, [captured.graph], captured.options, runs=captured.runs)
     if budget is None or budget.bytes is None or budget.share is not None:
         return
     number = plans.smallest
@@ -222,10 +230,15 @@ def budgets(captured: Captured, unplanned: Plan) -> Iterator[Captured]:
     follow in the step, this one is first planned within the share of the step at hand, to leave them what they had in
     larger steps."""
     session, options, place = captured.session, captured.options, 1 + len(captured.before)
-    own = stack_plans([*(graph.unplanned for graph in captured.before), unplanned]).total + options.resident
+    plans = [*(graph.unplanned for graph in captured.before), unplanned]
+    own = allocated_bytes(plans, options.resident)
     largest = max(own, session.largest_step(place))
+    graphs, primals = [plan.schedule.graph for plan in plans], () if captured.before else captured.primals
     for base in sorted({own, largest}) if captured.break_reason else [largest]:
-        budget = None if options.budget is None else options.budget.of_step(base)
+        budget = None
+        if options.budget is not None:
+            asked = options.budget.of_step(base)
+            budget = on_devices(asked, graphs, options, primals=primals, runs=captured.runs)
         yield dataclasses.replace(captured, options=dataclasses.replace(options, budget=budget))
 
 
@@ -236,7 +249,8 @@ def plan_graph(captured: Captured, unplanned: Plan, clock: StageClock) -> Fittin
         forms = Forms.of(captured, unplanned, rewritten)
         candidates = find_candidates(forms)
     fitting = choose_and_fuse(candidates, clock)
-    own = stack_plans([*(graph.unplanned for graph in captured.before), unplanned]).total + captured.options.resident
+    plans = [*(graph.unplanned for graph in captured.before), unplanned]
+    own = allocated_bytes(plans, captured.options.resident)
     captured.session.note_step(1 + len(captured.before), own)
     return fitting
 
@@ -525,8 +539,10 @@ def fuse_candidate(candidates: Candidates, offer: Candidate) -> FusedPlan:
 def _fits(forms: Forms, offer: Candidate, plan: Plan) -> bool:
     """Return whether a plan, with its kernels, takes no more than was predicted, or than the budget."""
     captured = forms.captured
-    within = keeps_budget(plan, captured.options, unplanned=forms.unplanned, earlier=captured.earlier)
-    return within or plan.timeline.step_peak <= offer.plan.timeline.step_peak
+    if keeps_budget(plan, captured.options, unplanned=forms.unplanned, earlier=captured.earlier):
+        return True
+    took, takes = (taken([*captured.earlier, one], captured.options) for one in (offer.plan, plan))
+    return takes <= took
 
 
 # -- lower -----------------------------------------------------------------------------------------------------------
@@ -566,6 +582,7 @@ def lower_plan(fitting: Fitting, unplanned: Plan, clock: StageClock) -> Variant:
         unplanned=unplanned,
         plan=plan,
         limit=captured.options.budget.bytes if captured.options.budget is not None else None,
+        footprint=captured.options.budget.footprint if captured.options.budget is not None else None,
         break_reason=captured.break_reason,
         break_line=captured.break_line,
         seconds=clock.seconds,

@@ -39,6 +39,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from encore.capture import torch_private
+from encore.compiler.device_budget import on_devices
 from encore.compiler.measured_steps import MeasuredSteps
 from encore.cost.observation import Observation, Segment
 from encore.graph import Role
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from encore.compiler.session import CapturedGraph, Session
     from encore.compiler.step_plans import StepPlans
     from encore.compiler.variants import GraphRunner, Variant
+    from encore.plan.goal import Footprint
 
 TOLERANCE = 0.01
 """How far the observed peak may be from the predicted one, as a fraction, for plans to stay."""
@@ -118,6 +120,8 @@ class Program:
     settled: bool = False
     limit: int | None = None
     """The budget in bytes."""
+    footprint: Footprint | None = None
+    """What that budget bounds instead of allocated bytes."""
     was_rehearsed: bool = False
     """Whether its plans were made before its first step, and have run in none yet."""
 
@@ -225,10 +229,12 @@ class StepPlanner:
         if planned is None:
             return
         limit = planned.limit(budget, self._largest())
-        if limit is not None and planned.floor + planned.resident > limit:
+        if limit is not None and planned.taken(planned.within(limit)) > limit:
             planned.search()
         if limit is not None and not planned.fits_without_plain(limit):
             planned.require_room(budget, limit, returned=False)
+        if limit is not None and planned.footprint is not None:
+            planned.require_room(budget, limit)
         program = planned.program(planned.chosen(limit), limit)
         program.rounds, program.was_rehearsed = 2, True
         self.rehearsed = planned
@@ -433,12 +439,20 @@ class StepPlanner:
         program.resident = stack_plans([plans[runner].kept for runner in counts]).resident
         program.resident += self.session.options.resident
         program.unplanned = step_peak(around, [plans[call.runner].unplanned for call in calls])
-        program.limit = self._limit(program)
+        graphs = [plans[call.runner].kept.schedule.graph for call in calls]
+        budget = self.session.options.budget
+        bound = None if budget is None else on_devices(budget, graphs, self.session.options)
+        program.limit = None if bound is None or bound.is_floor else bound.resolve(self._largest())
+        program.footprint = footprint = None if bound is None else bound.footprint
         settled = False
         while not settled:  # compiled kernels may take other workspaces than was predicted
             found = SharedBudget(around, [plans[call.runner].costs for call in calls])
             program.floor = found.floor
-            shared = None if program.limit is None else found.within(program.limit - program.resident)
+            shared = None
+            if program.limit is not None and footprint is None:
+                shared = found.within(program.limit - program.resident)
+            elif program.limit is not None and footprint is not None:
+                shared = _within_device(found, program.limit, footprint, [plans[call.runner] for call in calls])
             if shared is None and program.limit is not None and any(one.search() for one in plans.values()):
                 continue
             if shared is None and program.limit is not None and program.rounds > 1:
@@ -479,13 +493,6 @@ class StepPlanner:
         program.rounds = 1
         return True
 
-    def _limit(self, program: Program) -> int | None:
-        """The budget in bytes; None for the lowest reachable peak. A percentage is one of the largest step so far."""
-        budget = self.session.options.budget
-        if budget is None or budget.is_floor:
-            return None
-        return budget.resolve(self._largest())
-
     def _largest(self) -> int:
         return max((one.resident + one.unplanned for one in self.programs.values()), default=0)
 
@@ -517,6 +524,19 @@ class StepPlanner:
         plan = plans[calls[largest].runner].variant(lowest.plans[largest]).captured.plan
         what = f"this step of {len(calls)} calls of {len(plans)} graphs"
         raise budget_error(plan, self.session.options.budget, program.limit, floor, tiers=tiers, what=what)
+
+
+def _within_device(
+    found: SharedBudget, limit: int, footprint: Footprint, plans: Sequence[CallPlans]
+) -> SharedChoice | None:
+    """The fastest choice of plans that reserves no more than the limit; None if there is none. What plain code keeps
+    comes on top of what the calls do."""
+    for choice in found.choices():
+        run = [one.candidates[number].plan for one, number in zip(plans, choice.plans, strict=True)]
+        plain = max(0, choice.step_peak - stack_plans(run).step_peak)
+        if choice.step_peak <= limit and footprint(run) + plain <= limit:
+            return choice
+    return None
 
 
 def step_peak(around: Sequence[Around], costs: Sequence[CallCosts]) -> int:
