@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from encore.cost import Workspaces
 from encore.devices import DeviceMemory, is_here, memory_of, reserves
 from encore.errors import BudgetError, OptionError
 from encore.graph import Graph, Role
@@ -23,7 +24,13 @@ from encore.units import bytes_text
 
 
 def on_devices(
-    budget: Budget, graphs: Sequence[Graph], options: Options, *, primals: Sequence[Any] = (), runs: bool = True
+    budget: Budget,
+    graphs: Sequence[Graph],
+    options: Options,
+    workspaces: Workspaces,
+    *,
+    primals: Sequence[Any] = (),
+    runs: bool = True,
 ) -> Budget:
     """The budget for a step of these graphs on the devices that they compute on; `primals` are the tensors that the
     first one is called with. An estimate (not `runs`) takes the devices to have nothing of the model yet."""
@@ -43,7 +50,7 @@ def on_devices(
     for device in devices:
         memory = memory_of(device)
         resident = resident_on(device, graphs, addresses, state, there=runs)
-        rooms.append(DeviceRoom(memory, _limit(budget, memory), resident))
+        rooms.append(DeviceRoom(memory, _limit(budget, memory), resident, workspaces.blocks))
     footprint = ReservedFootprint(tuple(rooms))
     return dataclasses.replace(budget, bytes=footprint.limit, footprint=footprint)
 

@@ -13,6 +13,7 @@ from encore.compiler.recording import Recording
 from encore.compiler.session import CapturedGraph
 from encore.compiler.step_plans import StepPlans
 from encore.compiler.summary import report_of
+from encore.cost import Workspaces
 from encore.errors import BudgetError
 from encore.options import Budget, Options, make_options, parse_budget
 from encore.plan import Plan, allocated_bytes, choose, worth_having
@@ -147,7 +148,8 @@ class Estimate:
         """The budget for the graphs of the step up to this place; a share is one of what they take unplanned."""
         unplanned = [graph.unplanned for graph in self.captured[: place + 1]]
         asked = budget.of_step(_total_of(unplanned, self.options))
-        return on_devices(asked, [plan.schedule.graph for plan in unplanned], self.options, runs=False)
+        graphs, workspaces = [plan.schedule.graph for plan in unplanned], Workspaces(run=False)
+        return on_devices(asked, graphs, self.options, workspaces, runs=False)
 
     def __str__(self) -> str:
         return str(self.report)

@@ -181,7 +181,7 @@ def _require_room_for_one_call(captured: Captured, plans: CallPlans) -> None:
     """Raise if a single call takes more than the budget: the step, which is not known yet, will take no less."""
     budget = captured.options.budget
     if budget is not None:
-        budget = on_devices(budget, [captured.graph], captured.options, runs=captured.runs)
+        budget = on_devices(budget, [captured.graph], captured.options, captured.session.workspaces, runs=captured.runs)
     if budget is None or budget.bytes is None or budget.share is not None:
         return
     number = plans.smallest
@@ -238,7 +238,7 @@ def budgets(captured: Captured, unplanned: Plan) -> Iterator[Captured]:
         budget = None
         if options.budget is not None:
             asked = options.budget.of_step(base)
-            budget = on_devices(asked, graphs, options, primals=primals, runs=captured.runs)
+            budget = on_devices(asked, graphs, options, session.workspaces, primals=primals, runs=captured.runs)
         yield dataclasses.replace(captured, options=dataclasses.replace(options, budget=budget))
 
 

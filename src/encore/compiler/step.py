@@ -441,7 +441,7 @@ class StepPlanner:
         program.unplanned = step_peak(around, [plans[call.runner].unplanned for call in calls])
         graphs = [plans[call.runner].kept.schedule.graph for call in calls]
         budget = self.session.options.budget
-        bound = None if budget is None else on_devices(budget, graphs, self.session.options)
+        bound = None if budget is None else on_devices(budget, graphs, self.session.options, self.session.workspaces)
         program.limit = None if bound is None or bound.is_floor else bound.resolve(self._largest())
         program.footprint = footprint = None if bound is None else bound.footprint
         settled = False

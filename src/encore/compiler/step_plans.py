@@ -77,7 +77,7 @@ class StepPlans:
         self._freed = np.array([min(block.freed, self._end) for block in self._places], dtype=np.int64)
         self._saved = functools.cache(self._saved_by)
 
-        self.runs = recording.session.runs
+        self.runs, self.workspaces = recording.session.runs, recording.session.workspaces
         self.footprint: Footprint | None = None
         """What the budget bounds instead of allocated bytes."""
 
@@ -186,7 +186,9 @@ class StepPlans:
         """The budget in bytes; None for the lowest reachable peak. A percentage is one of this unplanned step, or of
         the `largest` one that is known."""
         kept = [self.plans[call.graph].kept for call in self.calls]
-        bound = on_devices(budget, [plan.schedule.graph for plan in kept], self.options, runs=self.runs)
+        bound = on_devices(
+            budget, [plan.schedule.graph for plan in kept], self.options, self.workspaces, runs=self.runs
+        )
         self.footprint = bound.footprint
         return None if budget.is_floor else bound.resolve(max(self.resident + self.unplanned, largest))
 

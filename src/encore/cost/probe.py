@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +23,27 @@ if TYPE_CHECKING:
     from encore.schedule.kernel import Operand
 
 
-def probe_workspace(graph: Graph, op: Op) -> int:
-    """Return the peak of an operator's allocations, without its results."""
+@dataclass(frozen=True, slots=True)
+class ProbedWorkspace:
+    """The peak of an operator's allocations, without its results."""
+
+    bytes: int
+    large: int | None = None
+    """What of it comes from an accelerator's segments of large blocks; None on CPUs."""
+
+
+def probe_workspace(graph: Graph, op: Op) -> ProbedWorkspace:
+    """Run an operator and return its workspace."""
     call = random_call(graph, op)
     device = device_of_call(graph, op)
     with torch.no_grad(), generators_kept() if op.kind is OpClass.RANDOM else contextlib.nullcontext():
-        measured = measure_cpu(call) if kind_of(device) == "cpu" else measure_accelerator(call, device)
-    return measured.step_peak - measured.left
+        if kind_of(device) == "cpu":
+            measured = measure_cpu(call)
+            return ProbedWorkspace(measured.step_peak - measured.left)
+        measured = measure_accelerator(call, device)
+        statistics = torch.accelerator.memory_stats(device)
+        large = [statistics[f"allocated_bytes.large_pool.{when}"] for when in ("peak", "current")]
+    return ProbedWorkspace(measured.step_peak - measured.left, large[0] - large[1])
 
 
 def random_call(graph: Graph, op: Op, over: int | None = None) -> Callable[[], Any]:

@@ -27,6 +27,7 @@ from encore.cost.probe import device_of_call, footprint, probe_workspace
 from encore.cost.room import has_room
 from encore.cost.signature import as_first_drawn, call_signature, can_run, draws_from_aten, is_pure_aten
 from encore.cost.torch_private import profiler_is_running
+from encore.devices import kind_of
 from encore.graph import Graph, Op, OpClass
 from encore.graph.on_shapes import call_on_shapes, shaped_arguments
 from encore.graph.ops import is_pointwise
@@ -54,6 +55,8 @@ MASKS = {aten.where.self: 0, aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor
 """Operands, by position, that are not cast."""
 CASTS = frozenset({aten._to_copy.default, aten.copy.default})
 HALF = (torch.bfloat16, torch.float16)
+LARGE = " large"
+"""Ends the keys of what of a workspace comes from segments of large blocks."""
 ONEDNN_CHANNELS = 16
 REORDERS = frozenset({"convolution", "convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})
 """Operators that copy operands and results into layouts of their own."""
@@ -79,6 +82,27 @@ class Workspaces:
         """Record the workspace of a compiled kernel."""
         self._kernels[kernel] = workspace
 
+    def blocks(self, graph: Graph, op: Op | Fused) -> tuple[int, ...]:
+        """The workspace of an operator as the blocks that an accelerator's allocator gives it: what comes from segments
+        of large blocks, and the rest."""
+        whole = self(graph, op)
+        key = None if isinstance(op, Fused) or not whole else self._key(graph, op)
+        large = None if key is None else self._large(key)
+        if large is None or not 0 < large < whole:
+            return (whole,)
+        return large, whole - large
+
+    def _large(self, key: str) -> int | None:
+        known = self._known.get(f"{key}{LARGE}")
+        if known is not None:
+            return known
+        cached = self._cache.get(f"{key}{LARGE}")
+        return None if cached is None else int(cached)
+
+    def _key(self, graph: Graph, op: Op) -> str:
+        what = "workspace" if kind_of(device_of_call(graph, op)) == "cpu" else "blocks"
+        return f"{what} {call_signature(graph, op)}{domain_key(op)}"
+
     def __call__(self, graph: Graph, op: Op | Fused) -> int:
         if isinstance(op, Fused):
             known = self._kernels.get(op.kernel.key)
@@ -102,8 +126,10 @@ class Workspaces:
             if op.kind is OpClass.OPAQUE and isinstance(op.target, OpOverload):
                 self._bounded.setdefault(graph, {})[str(op.target)] = "none is counted: custom operators are not probed"
             return 0
-        if is_pointwise(op.target):
+        if is_pointwise(op.target) and kind_of(device_of_call(graph, op)) == "cpu":
             return _pointwise(graph, op)
+        if is_pointwise(op.target) and len({graph.values[value].dtype for value in op.reads}) < 2:
+            return 0  # numbers are arguments of the kernel, and it converts what it reads
         return self._measured(graph, op)
 
     def _of_own(self, graph: Graph, op: Op) -> int:
@@ -117,13 +143,16 @@ class Workspaces:
     def _of_draw(self, graph: Graph, op: Op) -> int:
         """The workspace of a draw; with the state that is restored after it, if it repeats another one."""
         first = as_first_drawn(op)
-        state = 0 if first is op else graph.bytes_of(op.reads[0])
+        on_cpu = kind_of(device_of_call(graph, op)) == "cpu"
+        state = 0 if first is op or not on_cpu else graph.bytes_of(op.reads[0])
+        if not on_cpu and not draws_from_aten(first):
+            return 0  # numbers and the state are on the host
         if draws_from_aten(first):
             return state + self._measured(graph, first)
         return state + _drawn(graph, first)
 
     def _measured(self, graph: Graph, op: Op) -> int:
-        key = f"workspace {call_signature(graph, op)}{domain_key(op)}"
+        key = self._key(graph, op)
         if key not in self._known:
             self._known[key] = self._ask(graph, op, key)
         if key in self._bounds:
@@ -148,20 +177,29 @@ class Workspaces:
         fitted = self._fitted.at(structure, sizes)
         if fitted is not None:
             self._cache.put(key, fitted)  # for estimates, which know of no other calls
+            self._note_large(key, structure, sizes, self._fitted.at(f"{structure}{LARGE}", sizes))
             return fitted
         why = self._reason_not_to_run(graph, op)
         if not why:
             try:
-                workspace = probe_workspace(graph, op)
+                probed = probe_workspace(graph, op)
             except Exception as error:  # of any kind: an operator may reject random operands, and still run in the step
                 why = f"it cannot be run ({error})"
         if why:
             log.info("the workspace of %s is a bound: %s", op.target, why)
             self._bounds[key] = why.splitlines()[0]
             return _bound(graph, op)
-        self._cache.put(key, workspace)
-        self._fitted.note(structure, sizes, workspace)
-        return workspace
+        self._cache.put(key, probed.bytes)
+        self._fitted.note(structure, sizes, probed.bytes)
+        self._note_large(key, structure, sizes, probed.large)
+        return probed.bytes
+
+    def _note_large(self, key: str, structure: str, sizes: tuple[int, ...], large: int | None) -> None:
+        """Note what of a workspace comes from segments of large blocks, if it is known and on an accelerator."""
+        if large is not None:
+            self._known[f"{key}{LARGE}"] = large
+            self._cache.put(f"{key}{LARGE}", large)
+            self._fitted.note(f"{structure}{LARGE}", sizes, large)
 
     def _reason_not_to_run(self, graph: Graph, op: Op) -> str:
         if profiler_is_running():

@@ -19,6 +19,7 @@ from encore.devices import CachingAllocator, DeviceBlock, DeviceMemory
 from encore.graph import Graph, Role
 from encore.plan.plan import Plan
 from encore.schedule import Kind, MemoryEvent, What, memory_events, residents
+from encore.schedule.memory_events import Blocks
 
 MOST_STEPS = 6
 STEADY = 2
@@ -47,6 +48,8 @@ class DeviceRoom:
     limit: int
     """Bytes that may be reserved."""
     resident: Resident
+    blocks: Blocks | None = None
+    """The blocks that workspaces consist of."""
 
     def reserved(self, plans: Sequence[Plan]) -> int:
         """The most bytes that are reserved while steps run with these plans."""
@@ -87,7 +90,8 @@ class _TrainingLoop:
         self._room, self._batch_first = room, batch_first
         self._device = room.memory.device
         self._allocator = CachingAllocator.restored(room.memory.segments)
-        events = memory_events([plan.schedule for plan in plans], [plan.timeline for plan in plans])
+        schedules, timelines = [plan.schedule for plan in plans], [plan.timeline for plan in plans]
+        events = memory_events(schedules, timelines, room.blocks)
         self._events = [event for event in events if event.device in (self._device, "")]
         self._alive: dict[object, tuple[Kind, DeviceBlock | None]] = {}
         self._outputs: list[DeviceBlock | None] = []
@@ -138,7 +142,9 @@ class _TrainingLoop:
             case What.FREE:
                 allocator.free(self._alive.pop(event.key)[1])
             case What.USE:
-                allocator.use(event.bytes)
+                sizes: tuple[int, ...] = event.key or (event.bytes,)  # type: ignore[assignment]
+                for block in [allocator.allocate(size) for size in sizes]:
+                    allocator.free(block)
             case What.MULTIPLY if event.key not in self._multiplied:
                 self._multiplied.add(event.key)
                 allocator.allocate(self._room.memory.product_workspace)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from encore.devices import kind_of
@@ -38,7 +38,8 @@ class What(enum.Enum):
 
 
 class MemoryEvent(NamedTuple):
-    """One event. What is freed was allocated with the same key."""
+    """One event. What is freed was allocated with the same key; that of a workspace are its blocks, if they are
+    known."""
 
     what: What
     device: str
@@ -47,7 +48,13 @@ class MemoryEvent(NamedTuple):
     kind: Kind = Kind.WORKSPACE
 
 
-def memory_events(schedules: Sequence[Schedule], timelines: Sequence[Timeline]) -> Iterator[MemoryEvent]:
+Blocks = Callable[[Graph, Op | Fused], tuple[int, ...]]
+"""The blocks that the workspace of an operator or kernel consists of."""
+
+
+def memory_events(
+    schedules: Sequence[Schedule], timelines: Sequence[Timeline], blocks: Blocks | None = None
+) -> Iterator[MemoryEvent]:
     """The events of a step that runs these schedules: forwards in order, backwards in reverse."""
     graphs = [schedule.graph for schedule in schedules]
     by_moment = [
@@ -58,11 +65,16 @@ def memory_events(schedules: Sequence[Schedule], timelines: Sequence[Timeline]) 
     for number, part in enumerate(parts):
         graph, moments = graphs[part.graph], timelines[part.graph].moments
         for place in part.moments:
-            yield from _products(graph, moments[place], forward=number < len(graphs))
             yield from _changes(part.graph, graph, by_moment[part.graph].get(place, ()))
+            yield from _products(graph, moments[place], forward=number < len(graphs))
             size = moments[place].peak - moments[place].live
             if size:
-                yield MemoryEvent(What.USE, device_of_action(graph, moments[place].action), size)
+                yield MemoryEvent(
+                    What.USE,
+                    device_of_action(graph, moments[place].action),
+                    size,
+                    () if blocks is None else _blocks(graph, moments[place].action, blocks),
+                )
         if part.moments.stop == len(moments):
             yield from _changes(part.graph, graph, by_moment[part.graph].get(len(moments), ()))
             yield from _added_up(part.graph, graph, given)
@@ -99,6 +111,11 @@ def device_peaks(schedules: Sequence[Schedule], timelines: Sequence[Timeline]) -
 def devices_of(graphs: Sequence[Graph]) -> list[str]:
     """The devices that a step has memory on."""
     return sorted({storage.device for graph in graphs for storage in graph.storages if storage.bytes})
+
+
+def _blocks(graph: Graph, action: object, blocks: Blocks) -> tuple[int, ...]:
+    assert isinstance(action, Run | Fused)
+    return blocks(graph, graph.ops[action.op] if isinstance(action, Run) else action)
 
 
 def device_of_action(graph: Graph, action: object) -> str:
