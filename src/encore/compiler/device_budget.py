@@ -50,7 +50,7 @@ def on_devices(
     for device in devices:
         memory = memory_of(device)
         resident = resident_on(device, graphs, addresses, state, there=runs)
-        rooms.append(DeviceRoom(memory, _limit(budget, memory), resident, workspaces.blocks))
+        rooms.append(DeviceRoom(memory, _limit(budget, memory), resident, workspaces.trace))
     footprint = ReservedFootprint(tuple(rooms))
     return dataclasses.replace(budget, bytes=footprint.limit, footprint=footprint)
 

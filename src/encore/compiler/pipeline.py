@@ -38,7 +38,7 @@ from encore.compiler.session import CapturedGraph
 from encore.compiler.stage_clock import StageClock, collector_paused
 from encore.compiler.variants import Variant
 from encore.compiler.watch import watches
-from encore.cost import AssumedSeconds, densities, may_be_narrow, may_be_sparse, time_kernels
+from encore.cost import AssumedSeconds, densities, may_be_narrow, may_be_sparse, time_kernels, trace_kernels
 from encore.cost.gradient_error import GradientError
 from encore.cost.observation import Observation
 from encore.devices import release_cached
@@ -531,6 +531,8 @@ def fuse_candidate(candidates: Candidates, offer: Candidate) -> FusedPlan:
     if several:
         seconds = captured.session.seconds if candidates.carried is None else captured.session.scaled_seconds
         time_kernels(seconds, kernels_of(plan.schedule), found.kernels)
+    if captured.options.budget is not None and captured.options.budget.footprint is not None and captured.runs:
+        trace_kernels(captured.session.workspaces, kernels_of(plan.schedule), found.kernels)
     if several or plan.tiers:
         plan = planner.timed(plan)
     return dataclasses.replace(found, plan=plan)

@@ -39,6 +39,7 @@ from encore.kernels.draws import FEW, STATE_BYTES
 from encore.measurements import machine_cache
 from encore.rnn import WORKSPACES as RECURRENT
 from encore.schedule import Fused
+from encore.schedule.operator_trace import OperatorTrace
 
 aten = torch.ops.aten
 log = logging.getLogger("encore")
@@ -55,8 +56,6 @@ MASKS = {aten.where.self: 0, aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor
 """Operands, by position, that are not cast."""
 CASTS = frozenset({aten._to_copy.default, aten.copy.default})
 HALF = (torch.bfloat16, torch.float16)
-LARGE = " large"
-"""Ends the keys of what of a workspace comes from segments of large blocks."""
 ONEDNN_CHANNELS = 16
 REORDERS = frozenset({"convolution", "convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})
 """Operators that copy operands and results into layouts of their own."""
@@ -69,6 +68,9 @@ class Workspaces:
         self.run = run
         self._cache = machine_cache()
         self._known: dict[str, int] = {}
+        self._traces: dict[str, OperatorTrace] = {}
+        """Of calls that were probed on an accelerator in this process."""
+        self._kernel_traces: dict[str, OperatorTrace] = {}
         self._fitted = FittedWorkspaces()
         self._own: dict[Hashable, int] = {}
         """Of Encore's own operators, by call."""
@@ -82,26 +84,30 @@ class Workspaces:
         """Record the workspace of a compiled kernel."""
         self._kernels[kernel] = workspace
 
-    def blocks(self, graph: Graph, op: Op | Fused) -> tuple[int, ...]:
-        """The workspace of an operator as the blocks that an accelerator's allocator gives it: what comes from segments
-        of large blocks, and the rest."""
-        whole = self(graph, op)
-        key = None if isinstance(op, Fused) or not whole else self._key(graph, op)
-        large = None if key is None else self._large(key)
-        if large is None or not 0 < large < whole:
-            return (whole,)
-        return large, whole - large
+    def trace(self, graph: Graph, op: Op | Fused) -> OperatorTrace | None:
+        """What an operator asks of its accelerator's allocator; None where that was not recorded."""
+        if isinstance(op, Fused):
+            return self.kernel_trace(op.kernel.key)
+        if op.kind is OpClass.VIEW:
+            return None
+        if op.kind is OpClass.RANDOM or isinstance(op.target, DrawAgain):
+            op = as_first_drawn(op)
+        if op.target in WORKSPACES or not (is_pure_aten(op) or draws_from_aten(op)):
+            return None
+        self(graph, op)
+        return self._traces.get(self._key(graph, op))
 
-    def _large(self, key: str) -> int | None:
-        known = self._known.get(f"{key}{LARGE}")
-        if known is not None:
-            return known
-        cached = self._cache.get(f"{key}{LARGE}")
-        return None if cached is None else int(cached)
+    def kernel_trace(self, kernel: str) -> OperatorTrace | None:
+        """What a compiled kernel asks of its accelerator's allocator, if it was recorded."""
+        return self._kernel_traces.get(kernel)
+
+    def learn_trace(self, kernel: str, trace: OperatorTrace | None) -> None:
+        """Record what a compiled kernel asks of the allocator."""
+        if trace is not None:
+            self._kernel_traces[kernel] = trace
 
     def _key(self, graph: Graph, op: Op) -> str:
-        what = "workspace" if kind_of(device_of_call(graph, op)) == "cpu" else "blocks"
-        return f"{what} {call_signature(graph, op)}{domain_key(op)}"
+        return f"workspace {call_signature(graph, op)}{domain_key(op)}"
 
     def __call__(self, graph: Graph, op: Op | Fused) -> int:
         if isinstance(op, Fused):
@@ -171,35 +177,38 @@ class Workspaces:
         if not self.run:
             return _bound(graph, op) if cached is None else int(cached)
         structure, sizes = f"{op_structure(graph, op)} threads={torch.get_num_threads()}", sizes_of_call(graph, op)
+        if kind_of(device_of_call(graph, op)) != "cpu":
+            return self._probed(graph, op, key, cached)  # for its trace, which is not kept on disk
         if cached is not None:
             self._fitted.note(structure, sizes, int(cached))
             return int(cached)
         fitted = self._fitted.at(structure, sizes)
         if fitted is not None:
             self._cache.put(key, fitted)  # for estimates, which know of no other calls
-            self._note_large(key, structure, sizes, self._fitted.at(f"{structure}{LARGE}", sizes))
             return fitted
+        found = self._probed(graph, op, key)
+        if key not in self._bounds:
+            self._fitted.note(structure, sizes, found)
+        return found
+
+    def _probed(self, graph: Graph, op: Op, key: str, cached: float | None = None) -> int:
+        """What a call takes that is run now; what it took before, or a bound, if it cannot run."""
         why = self._reason_not_to_run(graph, op)
         if not why:
             try:
                 probed = probe_workspace(graph, op)
             except Exception as error:  # of any kind: an operator may reject random operands, and still run in the step
                 why = f"it cannot be run ({error})"
+        if why and cached is not None:
+            return int(cached)
         if why:
             log.info("the workspace of %s is a bound: %s", op.target, why)
             self._bounds[key] = why.splitlines()[0]
             return _bound(graph, op)
         self._cache.put(key, probed.bytes)
-        self._fitted.note(structure, sizes, probed.bytes)
-        self._note_large(key, structure, sizes, probed.large)
+        if probed.trace is not None:
+            self._traces[key] = probed.trace
         return probed.bytes
-
-    def _note_large(self, key: str, structure: str, sizes: tuple[int, ...], large: int | None) -> None:
-        """Note what of a workspace comes from segments of large blocks, if it is known and on an accelerator."""
-        if large is not None:
-            self._known[f"{key}{LARGE}"] = large
-            self._cache.put(f"{key}{LARGE}", large)
-            self._fitted.note(f"{structure}{LARGE}", sizes, large)
 
     def _reason_not_to_run(self, graph: Graph, op: Op) -> str:
         if profiler_is_running():

@@ -111,7 +111,8 @@ def choose(
     faster = [candidate for candidate in smallest if total(candidate.plan) <= limit]
     if found is not None or faster:
         return min([*faster, *([found] if found else [])], key=lambda candidate: candidate.overhead)
-    plan = min((candidate.plan for candidate in smallest), key=total)
+    tried = [*smallest, *(one for one in ordered if one.step_peak <= room * NEAR)]
+    plan = min((candidate.plan for candidate in tried), key=total)
     raise budget_error(plan, goal.budget, limit, total(plan), tiers=bool(goal.tiers))
 
 

@@ -19,9 +19,11 @@ from encore.devices import CachingAllocator, DeviceBlock, DeviceMemory
 from encore.graph import Graph, Role
 from encore.plan.plan import Plan
 from encore.schedule import Kind, MemoryEvent, What, memory_events, residents
-from encore.schedule.memory_events import Blocks
+from encore.schedule.memory_events import Traces
 
 MOST_STEPS = 6
+SCALARS = 8
+"""Bytes of the scalars that an optimizer keeps for each parameter at most; they are on the host."""
 STEADY = 2
 """Steps that reserve nothing more, after which no later one is expected to."""
 
@@ -48,8 +50,8 @@ class DeviceRoom:
     limit: int
     """Bytes that may be reserved."""
     resident: Resident
-    blocks: Blocks | None = None
-    """The blocks that workspaces consist of."""
+    traces: Traces | None = None
+    """What operators ask of the allocator."""
 
     def reserved(self, plans: Sequence[Plan]) -> int:
         """The most bytes that are reserved while steps run with these plans."""
@@ -91,7 +93,7 @@ class _TrainingLoop:
         self._device = room.memory.device
         self._allocator = CachingAllocator.restored(room.memory.segments)
         schedules, timelines = [plan.schedule for plan in plans], [plan.timeline for plan in plans]
-        events = memory_events(schedules, timelines, room.blocks)
+        events = memory_events(schedules, timelines, room.traces)
         self._events = [event for event in events if event.device in (self._device, "")]
         self._alive: dict[object, tuple[Kind, DeviceBlock | None]] = {}
         self._outputs: list[DeviceBlock | None] = []
@@ -142,9 +144,7 @@ class _TrainingLoop:
             case What.FREE:
                 allocator.free(self._alive.pop(event.key)[1])
             case What.USE:
-                sizes: tuple[int, ...] = event.key or (event.bytes,)  # type: ignore[assignment]
-                for block in [allocator.allocate(size) for size in sizes]:
-                    allocator.free(block)
+                allocator.use(event.bytes)
             case What.MULTIPLY if event.key not in self._multiplied:
                 self._multiplied.add(event.key)
                 allocator.allocate(self._room.memory.product_workspace)
@@ -160,11 +160,12 @@ class _TrainingLoop:
         if not left:
             return
         if first:
-            copies = left // max(1, sum(parameters))
+            copies = round(left / max(1, sum(parameters)))
             for size in parameters:
                 for _ in range(copies):
                     self._allocator.allocate(size)
-            self._allocator.allocate(left - copies * sum(parameters))
+            rest = left - copies * sum(parameters)
+            self._allocator.allocate(rest if rest > SCALARS * len(parameters) else 0)
         temporary = [self._allocator.allocate(size) for size in parameters]
         for block in temporary:
             self._allocator.free(block)
@@ -187,7 +188,7 @@ def resident_on(
         elif kind is Kind.PARAMETER:
             absent += [size] if here and not there else []
             if graph.values[value].role is Role.PARAMETER:
-                everywhere += size
-                parameters += [size] if here else []
+                everywhere += graph.values[value].bytes
+                parameters += [graph.values[value].bytes] if here else []
     on_device = state * sum(parameters) // everywhere if everywhere else state
     return Resident(tuple(inputs), tuple(parameters), on_device, tuple(absent))

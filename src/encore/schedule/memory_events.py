@@ -7,6 +7,7 @@ the byte; an allocator may follow them one by one (`plan/footprint.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -14,15 +15,17 @@ from typing import NamedTuple
 
 from encore.devices import kind_of
 from encore.graph import Graph, Op
+from encore.rnn import WORKSPACES as RECURRENT
 from encore.schedule.actions import Fused, Run, Schedule
-from encore.schedule.simulator import Change, Kind, Moment, Timeline, changes
+from encore.schedule.operator_trace import OperatorTrace
+from encore.schedule.simulator import Change, Kind, Timeline, changes
 from encore.schedule.stacking import residents, stretches
 
 PRODUCTS = frozenset({
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "_addmm_activation", "_scaled_mm",
     "_int_mm", "_grouped_mm", "linear", "linear_backward", "matmul", "matmul_backward",
 })  # fmt: skip
-"""Operators of PyTorch that call cuBLAS. Encore's own operators may."""
+"""Operators of PyTorch that call cuBLAS. Encore's recurrent ones may."""
 
 
 class What(enum.Enum):
@@ -38,8 +41,7 @@ class What(enum.Enum):
 
 
 class MemoryEvent(NamedTuple):
-    """One event. What is freed was allocated with the same key; that of a workspace are its blocks, if they are
-    known."""
+    """One event. What is freed was allocated with the same key."""
 
     what: What
     device: str
@@ -48,12 +50,12 @@ class MemoryEvent(NamedTuple):
     kind: Kind = Kind.WORKSPACE
 
 
-Blocks = Callable[[Graph, Op | Fused], tuple[int, ...]]
-"""The blocks that the workspace of an operator or kernel consists of."""
+Traces = Callable[[Graph, Op | Fused], OperatorTrace | None]
+"""What an operator asks of its allocator; None if only its results and the size of its workspace are known."""
 
 
 def memory_events(
-    schedules: Sequence[Schedule], timelines: Sequence[Timeline], blocks: Blocks | None = None
+    schedules: Sequence[Schedule], timelines: Sequence[Timeline], traces: Traces | None = None
 ) -> Iterator[MemoryEvent]:
     """The events of a step that runs these schedules: forwards in order, backwards in reverse."""
     graphs = [schedule.graph for schedule in schedules]
@@ -65,18 +67,19 @@ def memory_events(
     for number, part in enumerate(parts):
         graph, moments = graphs[part.graph], timelines[part.graph].moments
         for place in part.moments:
-            yield from _changes(part.graph, graph, by_moment[part.graph].get(place, ()))
-            yield from _products(graph, moments[place], forward=number < len(graphs))
+            came, action = by_moment[part.graph].get(place, []), moments[place].action
+            trace = _trace(graph, action, traces)
+            if trace is not None:
+                yield from _traced(part.graph, graph, action, trace, came, forward=number < len(graphs))
+                continue
+            yield from _changes(part.graph, graph, came)
+            yield from _products(graph, action, forward=number < len(graphs))
             size = moments[place].peak - moments[place].live
             if size:
-                yield MemoryEvent(
-                    What.USE,
-                    device_of_action(graph, moments[place].action),
-                    size,
-                    () if blocks is None else _blocks(graph, moments[place].action, blocks),
-                )
+                yield MemoryEvent(What.USE, device_of_action(graph, action), size)
         if part.moments.stop == len(moments):
             yield from _changes(part.graph, graph, by_moment[part.graph].get(len(moments), ()))
+            yield from _tangents(part.graph, graph)
             yield from _added_up(part.graph, graph, given)
         if number == len(graphs) - 1:
             yield MemoryEvent(What.FORWARD_ENDS, "", 0)
@@ -113,9 +116,45 @@ def devices_of(graphs: Sequence[Graph]) -> list[str]:
     return sorted({storage.device for graph in graphs for storage in graph.storages if storage.bytes})
 
 
-def _blocks(graph: Graph, action: object, blocks: Blocks) -> tuple[int, ...]:
+def _trace(graph: Graph, action: object, traces: Traces | None) -> OperatorTrace | None:
+    if traces is None or not isinstance(action, Run | Fused):
+        return None
+    return traces(graph, graph.ops[action.op] if isinstance(action, Run) else action)
+
+
+def _traced(
+    index: int, graph: Graph, action: object, trace: OperatorTrace, came: Sequence[Change], *, forward: bool
+) -> Iterator[MemoryEvent]:
+    """What an operator allocates and frees, in its own order. A product asks for cuBLAS's workspace once its operands
+    are there; a result for which nothing was allocated has no memory."""
     assert isinstance(action, Run | Fused)
-    return blocks(graph, graph.ops[action.op] if isinstance(action, Run) else action)
+    device = device_of_action(graph, action)
+    writes = graph.ops[action.op].writes if isinstance(action, Run) else action.writes
+    made = {change.storage: change for change in came if change.bytes > 0 and change.storage is not None}
+    results: dict[int, int] = {}
+    for value, number in zip(writes, trace.results, strict=False):
+        storage = None if value is None else graph.values[value].storage
+        if storage is not None and number is not None:
+            results[number] = storage
+        elif storage in made:
+            yield from _changes(index, graph, [dataclasses.replace(made.pop(storage), bytes=0)])
+    keys: list[tuple[object, int]] = []
+    products = list(_products(graph, action, forward=forward))
+    for event in trace.events:
+        if event < 0:
+            yield from products
+            products = []
+            key, size = keys[-1 - event]
+            yield MemoryEvent(What.FREE, device, size, key)
+            continue
+        number = len(keys)
+        keys.append((object(), event))
+        if number not in results:
+            yield MemoryEvent(What.ALLOCATE, device, event, keys[number][0])
+        elif (change := made.pop(results[number], None)) is not None:
+            yield from _changes(index, graph, [change])
+    yield from products
+    yield from _changes(index, graph, [change for change in came if change.bytes <= 0 or change.storage in made])
 
 
 def device_of_action(graph: Graph, action: object) -> str:
@@ -138,10 +177,21 @@ def _changes(index: int, graph: Graph, found: Sequence[Change]) -> Iterator[Memo
     for change in found:
         if change.storage is None:
             yield MemoryEvent(What.ALLOCATE, _usual_device(graph), change.bytes, object(), change.kind)
-        elif change.bytes:
-            what = What.ALLOCATE if change.bytes > 0 else What.FREE
+        elif change.value is None:
+            what = What.ALLOCATE if change.bytes >= 0 else What.FREE
             device = graph.storages[change.storage].device
             yield MemoryEvent(what, device, abs(change.bytes), (index, change.storage), change.kind)
+
+
+def _tangents(index: int, graph: Graph) -> Iterator[MemoryEvent]:
+    """Backward is over, and autograd frees the gradients that it was given, unless they are results."""
+    results = {graph.values[value].storage for value in graph.gradients if value is not None}
+    values = [value for value in graph.tangents if value not in graph.copied_tangents]
+    storages = dict.fromkeys(graph.values[value].storage for value in values)
+    for storage in storages:
+        if storage is not None and storage not in results and storage not in graph.external:
+            size, device = graph.storages[storage].bytes, graph.storages[storage].device
+            yield MemoryEvent(What.FREE, device, size, (index, storage), Kind.GRADIENT)
 
 
 def _added_up(index: int, graph: Graph, given: set[int]) -> Iterator[MemoryEvent]:
@@ -158,15 +208,15 @@ def _added_up(index: int, graph: Graph, given: set[int]) -> Iterator[MemoryEvent
         given.add(identity)
 
 
-def _products(graph: Graph, moment: Moment, *, forward: bool) -> Iterator[MemoryEvent]:
-    if isinstance(moment.action, Run) and multiplies(graph.ops[moment.action.op]):
-        yield MemoryEvent(What.MULTIPLY, device_of_action(graph, moment.action), 0, forward)
+def _products(graph: Graph, action: object, *, forward: bool) -> Iterator[MemoryEvent]:
+    if isinstance(action, Run) and multiplies(graph.ops[action.op]):
+        yield MemoryEvent(What.MULTIPLY, device_of_action(graph, action), 0, forward)
 
 
 def multiplies(op: Op) -> bool:
     """Return whether an operator may call cuBLAS."""
-    namespace, name, *_ = (*str(op.target).split("."), "")
-    return namespace == "encore" or name in PRODUCTS
+    _, name, *_ = (*str(op.target).split("."), "")
+    return name in PRODUCTS or op.target in RECURRENT
 
 
 def _usual_device(graph: Graph) -> str:
