@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,9 @@ FUSED_PASSES = (
 """The passes of the fused lowering, in this order; each can be skipped."""
 DEFAULT_OVERHEAD = 0.05
 MOST_PERCENT = 10**6
-ACCEPTED_BUDGETS = "a positive number of bytes, '2GiB', '500MB', '60%' (of the largest unplanned step) or 'min'"
+ACCEPTED_BUDGETS = (
+    "a positive number of bytes, '2GiB', '500MB', '60%' (of the largest unplanned step), 'min' or, on a GPU, 'device'"
+)
 
 
 def parse_budget(budget: int | float | str | Budget) -> Budget:
@@ -48,6 +51,8 @@ def parse_budget(budget: int | float | str | Budget) -> Budget:
 def _parse_budget_text(text: str) -> Budget:
     if text.strip().lower() == "min":
         return Budget()
+    if text.strip().lower() == "device":
+        return Budget(device=True)
     number, unit = number_and_unit(text)
     if unit != "%" and unit not in UNITS:
         raise OptionError(f"budget={shown(text)} cannot be read; give {ACCEPTED_BUDGETS}")
@@ -77,18 +82,37 @@ class Lossy:
         return bool(self.codecs)
 
 
+class KnownOptimizer:
+    """An optimizer that was given as an option, which it does not keep alive."""
+
+    def __init__(self, optimizer: Any = None) -> None:
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+
+    def bytes_to_come(self, whole: int) -> int:
+        """How much of its state, and of other resident bytes, is not allocated yet."""
+        optimizer = None if self._optimizer is None else self._optimizer()
+        return whole if optimizer is None else max(0, whole - state_bytes(optimizer))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
 @dataclass(frozen=True)
 class Options:
     """How a model is compiled. Either `budget` or `overhead` steers the plan, never both."""
 
     budget: Budget | None = None
-    """Upper bound on resident + step_peak; the fastest plan that fits is taken."""
+    """Upper bound on resident + step_peak; the fastest plan that fits is taken. On a GPU, bytes and "device" bound what
+    is reserved there, with the context."""
 
     overhead: float | None = None
     """Extra step time allowed, as a fraction; the smallest peak within it is taken. 0.05 by default."""
 
     resident: int = 0
     """Bytes besides parameters, buffers and inputs that stay allocated during the step, such as optimizer state."""
+
+    optimizer: KnownOptimizer | None = dataclasses.field(default=None, compare=False, repr=False)
+    """The optimizer whose state is in `resident`."""
 
     lowering: str = "fused"
     """How the schedule runs: "fused" compiles runs of cheap operators into kernels, "eager" calls PyTorch's own
@@ -134,7 +158,7 @@ class Options:
 def make_options(given: Mapping[str, Any]) -> Options:
     """Check what the user gave and fill in the rest. `optimizer=` becomes `resident` bytes; what `largest=` is, the
     caller takes from it (`arguments_of`)."""
-    known = {field.name for field in dataclasses.fields(Options)} | {"optimizer", "largest"}
+    known = {field.name for field in dataclasses.fields(Options)} | {"largest"}
     unknown = set(given) - known
     if unknown:
         raise OptionError(f"unknown option {listed(unknown)}; encore.compile accepts {listed(known)}")
@@ -175,6 +199,7 @@ def make_options(given: Mapping[str, Any]) -> Options:
         chosen["tiers"] = _tiers(chosen["tiers"])
     if optimizer is not None:
         chosen["resident"] = chosen.get("resident", 0) + optimizer_bytes(optimizer)
+        chosen["optimizer"] = KnownOptimizer(_unwrapped(optimizer))
     return Options(**chosen)
 
 
@@ -301,18 +326,11 @@ def optimizer_bytes(optimizer: Any) -> int:
     optimizers; what they wrap is read."""
     import torch
 
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
+    optimizer = _unwrapped(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"optimizer={optimizer!r} is not a torch.optim.Optimizer; give one, or resident= in bytes")
-    state_bytes = {
-        (memory := _memory_here(tensor)).data_ptr(): memory.nbytes()
-        for state in optimizer.state.values()
-        for tensor in state.values()
-        if isinstance(tensor, torch.Tensor)
-    }
-    if state_bytes:
-        return sum(state_bytes.values())
+    if present := state_bytes(optimizer):
+        return present
     return sum(
         _state_bytes(optimizer, group, _memory_here(parameter).nbytes())
         for group in optimizer.param_groups
@@ -325,6 +343,27 @@ def _memory_here(tensor: Any) -> Any:
     """The memory of a tensor; of a distributed one, what this rank has of it."""
     local = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
     return local.untyped_storage()
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    import torch
+
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def state_bytes(optimizer: Any) -> int:
+    """Bytes of the state that an optimizer has now; of distributed tensors, those of this rank."""
+    import torch
+
+    storages = {
+        (memory := _memory_here(tensor)).data_ptr(): memory.nbytes()
+        for state in optimizer.state.values()
+        for tensor in state.values()
+        if isinstance(tensor, torch.Tensor)
+    }
+    return sum(storages.values())
 
 
 def _state_bytes(optimizer: Any, group: Mapping[str, Any], parameter_bytes: int) -> int:

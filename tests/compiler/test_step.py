@@ -15,7 +15,7 @@ from torch import nn
 
 import encore
 from encore.api import compiled_call
-from encore.compiler.step import Program
+from encore.compiler.step_calls import Program
 from encore.errors import BudgetError
 from support.cut_models import WORDS, CoinFlips, HookedBlocks, opaque, translate
 from support.rounding import assert_gradients_as_accurate

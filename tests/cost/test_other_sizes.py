@@ -130,7 +130,7 @@ def test_the_fourth_size_of_a_call_is_not_probed(monkeypatch: pytest.MonkeyPatch
     graphs = {rows: graph_of_loss(rows) for rows in (20, 40, 80, 60)}
     probed: list[Graph] = []
 
-    def probing(graph: Graph, op: Op) -> int:
+    def probing(graph: Graph, op: Op) -> probe.ProbedWorkspace:
         probed.append(graph)
         return probe.probe_workspace(graph, op)
 

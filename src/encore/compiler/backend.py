@@ -281,7 +281,15 @@ class GraphCompilation:
         before = self.session.graphs_of_step_so_far()
         calls = 1 if self.shares and self.session.step.is_wanted else 0
         captured = self._captured(expected, graph, used, primals, before, self.session.options, calls)
-        return compile_captured(captured, self.clock)
+        return self._compiled(captured)
+
+    def _compiled(self, captured: Captured) -> Variant:
+        """Compile a graph, and forget the tensors that it was captured with: what was captured is part of reference
+        cycles, which would keep the first batch until the garbage collector comes by."""
+        try:
+            return compile_captured(captured, self.clock)
+        finally:
+            captured.primals.clear()
 
     def facts(self, joint: fx.GraphModule) -> Graph:
         graph = build_graph(joint, primals=self.roles, returned=self.returned)
@@ -333,7 +341,7 @@ class GraphCompilation:
             self.clock.lap("facts")
             calls = 1 if self.shares and session.step.is_wanted else 0
             captured = self._captured(joint, graph, used, primals, before, options, calls)
-            variant = compile_captured(captured, self.clock)
+            variant = self._compiled(captured)
         session.replan(self.number, variant.captured)
         return variant
 
@@ -369,7 +377,7 @@ class GraphCompilation:
             joint=joint,
             graph=graph,
             used=used,
-            primals=primals,
+            primals=[*primals],
             before=tuple(before),
             break_reason=self.ended[0],
             break_line=self.ended[1],

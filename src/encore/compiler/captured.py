@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +30,8 @@ class Captured:
     """The facts about `joint`."""
     used: Used
     """The gradients that backward is planned for."""
-    primals: Sequence[Any]
-    """The tensors that the step was called with."""
+    primals: list[Any]
+    """The tensors that the step was called with; none once the graph is compiled."""
     before: tuple[CapturedGraph, ...]
     """The graphs of the step up to this one."""
     break_reason: str

@@ -15,10 +15,10 @@ from encore.compiler.forms import Forms, fused
 from encore.compiler.fuse import FusedPlan, kernels_of
 from encore.compiler.searched_plans import search_anew, search_plans, search_untimed
 from encore.compiler.stage_clock import StageClock, collector_paused
-from encore.cost import time_kernels
+from encore.cost import time_kernels, trace_kernels
 from encore.cost.gradient_error import GradientError
 from encore.errors import BudgetError
-from encore.plan import Candidate, GraphPlan, Plan, choose, keeps_budget
+from encore.plan import Candidate, GraphPlan, Plan, choose, keeps_budget, taken
 
 log = logging.getLogger("encore")
 
@@ -128,6 +128,8 @@ def fuse_candidate(candidates: Candidates, offer: Candidate) -> FusedPlan:
     if several:
         seconds = captured.session.seconds if candidates.carried is None else captured.session.scaled_seconds
         time_kernels(seconds, kernels_of(plan.schedule), found.kernels)
+    if captured.options.budget is not None and captured.options.budget.footprint is not None and captured.runs:
+        trace_kernels(captured.session.workspaces, kernels_of(plan.schedule), found.kernels)
     if several or plan.tiers:
         plan = planner.timed(plan)
     return dataclasses.replace(found, plan=plan)
@@ -136,5 +138,7 @@ def fuse_candidate(candidates: Candidates, offer: Candidate) -> FusedPlan:
 def _fits(forms: Forms, offer: Candidate, plan: Plan) -> bool:
     """Return whether a plan, with its kernels, takes no more than was predicted, or than the budget."""
     captured = forms.captured
-    within = keeps_budget(plan, captured.options, unplanned=forms.unplanned, earlier=captured.earlier)
-    return within or plan.timeline.step_peak <= offer.plan.timeline.step_peak
+    if keeps_budget(plan, captured.options, unplanned=forms.unplanned, earlier=captured.earlier):
+        return True
+    took, takes = (taken([*captured.earlier, one], captured.options) for one in (offer.plan, plan))
+    return takes <= took

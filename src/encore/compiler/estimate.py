@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from encore.compiler.device_budget import on_devices
 from encore.compiler.recording import Recording
 from encore.compiler.session import CapturedGraph
 from encore.compiler.step_plans import StepPlans
 from encore.compiler.summary import report_of
+from encore.cost import Workspaces
 from encore.errors import BudgetError
 from encore.options import Budget, Options, make_options, parse_budget
-from encore.plan import Plan, choose, stack_plans, worth_having
+from encore.plan import Plan, allocated_bytes, choose, worth_having
 from encore.reports.points import Curve
 from encore.reports.report import Prediction, Report
 from encore.units import bytes_text
@@ -106,7 +108,7 @@ class Estimate:
             return False
         if self.step is not None:
             limit = self.step.limit(wanted)
-            return limit is None or self.floor <= limit
+            return limit is None or self.step.taken(self.step.within(limit)) <= limit
         try:
             self._pick(dataclasses.replace(self.options, budget=wanted, overhead=None))
         except BudgetError:
@@ -146,7 +148,9 @@ class Estimate:
     def _of_step(self, budget: Budget, place: int) -> Budget:
         """The budget for the graphs of the step up to this place; a share is one of what they take unplanned."""
         unplanned = [graph.unplanned for graph in self.captured[: place + 1]]
-        return budget.of_step(_total_of(unplanned, self.options))
+        asked = budget.of_step(_total_of(unplanned, self.options))
+        graphs, workspaces = [plan.schedule.graph for plan in unplanned], Workspaces(run=False)
+        return on_devices(asked, graphs, self.options, workspaces, runs=False)
 
     def __str__(self) -> str:
         if self.largest is None:
@@ -174,4 +178,4 @@ def _report_of(name: str, step: StepPlans, options: Options) -> Report:
 
 
 def _total_of(plans: Sequence[Plan], options: Options) -> int:
-    return stack_plans(plans).total + options.resident
+    return allocated_bytes(plans, options.resident)

@@ -58,6 +58,7 @@ def lower_plan(fitting: Fitting, unplanned: Plan, clock: StageClock) -> Variant:
         unplanned=unplanned,
         plan=plan,
         limit=captured.options.budget.bytes if captured.options.budget is not None else None,
+        footprint=captured.options.budget.footprint if captured.options.budget is not None else None,
         break_reason=captured.break_reason,
         break_line=captured.break_line,
         seconds=clock.seconds,

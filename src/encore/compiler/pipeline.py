@@ -23,17 +23,19 @@ from encore.compiler.candidates import Candidates, Carried
 from encore.compiler.captured import Captured
 from encore.compiler.carried_plans import carried_candidates
 from encore.compiler.chosen_plan import Chosen, Fitting, choose_and_fuse, fuse_candidate
+from encore.compiler.device_budget import on_devices
 from encore.compiler.forms import Forms, rewrite_for_speed
 from encore.compiler.lowered_plan import log_graph, lower_plan, with_saving_order
 from encore.compiler.searched_plans import search_anew, searched_candidates
 from encore.compiler.stage_clock import StageClock, collector_paused
 from encore.compiler.variants import Variant
 from encore.cost.observation import Observation
+from encore.devices import release_cached
 from encore.errors import BudgetError
 from encore.fates import Recompute, recomputable
 from encore.graph import verify_graph
 from encore.options import Budget
-from encore.plan import Candidate, GraphPlan, Plan, Planner, keep_everything, stack_plans, will_do
+from encore.plan import Candidate, GraphPlan, Plan, Planner, allocated_bytes, keep_everything, stack_plans, will_do
 from encore.plan.budget import budget_error
 
 
@@ -56,6 +58,8 @@ def compile_captured(captured: Captured, clock: StageClock) -> Variant:
     fitting = with_saving_order(fitting)
     clock.lap("compile")
     variant = lower_plan(fitting, unplanned, clock)
+    if variant.captured.footprint is not None and captured.runs:
+        release_cached()  # what measuring has left
     log_graph(variant.captured)
     return variant
 
@@ -85,10 +89,23 @@ def budgets(captured: Captured, unplanned: Plan) -> Iterator[Captured]:
     follow in the step, this one is first planned within the share of the step at hand, to leave them what they had in
     larger steps."""
     session, options, place = captured.session, captured.options, 1 + len(captured.before)
-    own = stack_plans([*(graph.unplanned for graph in captured.before), unplanned]).total + options.resident
+    plans = [*(graph.unplanned for graph in captured.before), unplanned]
+    own = allocated_bytes(plans, options.resident)
     largest = max(own, session.largest_step(place))
+    graphs, primals = [plan.schedule.graph for plan in plans], () if captured.before else captured.primals
     for base in sorted({own, largest}) if captured.break_reason else [largest]:
-        budget = None if options.budget is None else options.budget.of_step(base)
+        budget = None
+        if options.budget is not None:
+            asked = options.budget.of_step(base)
+            budget = on_devices(
+                asked,
+                graphs,
+                options,
+                session.workspaces,
+                primals=primals,
+                runs=captured.runs,
+                sharded=session.sharded is not None,
+            )
         yield dataclasses.replace(captured, options=dataclasses.replace(options, budget=budget))
 
 
@@ -99,7 +116,8 @@ def plan_graph(captured: Captured, unplanned: Plan, clock: StageClock) -> Fittin
         forms = Forms.of(captured, unplanned, rewritten)
         candidates = find_candidates(forms)
     fitting = choose_and_fuse(candidates, clock)
-    own = stack_plans([*(graph.unplanned for graph in captured.before), unplanned]).total + captured.options.resident
+    plans = [*(graph.unplanned for graph in captured.before), unplanned]
+    own = allocated_bytes(plans, captured.options.resident)
     captured.session.note_step(1 + len(captured.before), own)
     return fitting
 
@@ -167,7 +185,16 @@ def plan_calls(captured: Captured, clock: StageClock) -> CallPlans:
 
 def _require_room_for_one_call(captured: Captured, plans: CallPlans) -> None:
     """Raise if a single call takes more than the budget: the step, which is not known yet, will take no less."""
-    budget = captured.options.budget
+    budget, session = captured.options.budget, captured.session
+    if budget is not None:
+        budget = on_devices(
+            budget,
+            [captured.graph],
+            captured.options,
+            session.workspaces,
+            runs=captured.runs,
+            sharded=session.sharded is not None,
+        )
     if budget is None or budget.bytes is None or budget.share is not None:
         return
     number = plans.smallest

@@ -31,6 +31,7 @@ from encore.fates import Link
 from encore.lower import Transport
 from encore.options import Options, tier_name
 from encore.plan import Candidate, Plan
+from encore.plan.goal import Footprint
 from encore.tiers import FOR_STEPS, Tier
 from encore.tiers.disk import default_folder
 
@@ -59,6 +60,8 @@ class CapturedGraph:
     plan: Plan
     limit: int | None = None
     """The budget in bytes that the plan was chosen for."""
+    footprint: Footprint | None = None
+    """What that budget bounds instead of allocated bytes."""
     break_reason: str = ""
     """Why the graph ended before the model did; empty for the last one."""
     break_line: str = ""

@@ -34,19 +34,19 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from encore.capture import torch_private
+from encore.compiler.device_budget import on_devices
 from encore.compiler.measured_steps import MeasuredSteps
+from encore.compiler.step_calls import Call, Program, arounds, outside_peak, step_peak, within_budget
 from encore.cost.observation import Observation, Segment
 from encore.errors import BudgetError
-from encore.graph import Role
 from encore.plan.budget import budget_error, stack_plans
-from encore.plan.calls import Around, CallCosts, SharedBudget, SharedChoice, received_bytes
+from encore.plan.calls import Around, CallCosts, SharedBudget, SharedChoice
 from encore.reports.steps import MeasuredStep
 from encore.units import bytes_text
 
@@ -57,84 +57,12 @@ if TYPE_CHECKING:
     from encore.compiler.step_plans import StepPlans
     from encore.compiler.variants import GraphRunner, Variant
 
-TOLERANCE = 0.01
-"""How far the observed peak may be from the predicted one, as a fraction, for plans to stay."""
 ROUNDS = 4
 """How often a program is planned at most."""
 MOST_PROGRAMS = 512
 """Programs that a session remembers; the oldest goes first."""
 
 log = logging.getLogger("encore")
-
-
-@dataclass(slots=True)
-class Call:
-    """One call of a graph in a step that ran."""
-
-    runner: GraphRunner
-    captured: CapturedGraph
-    """The plan that it ran with."""
-    reads: tuple[int, ...] = ()
-    """Storages of its inputs, by address."""
-    outputs: tuple[tuple[StorageWeakRef, int], ...] = ()
-    """Storages of its outputs that it does not save, with their bytes."""
-    made: tuple[StorageWeakRef, ...] = ()
-    """Storages of all its outputs."""
-    marks: list[int] = field(default_factory=list)
-    """Marks of the observation: begin and end of its forward, then of its backward."""
-    alive_around: list[int] = field(default_factory=list)
-    """Bytes of outputs that are alive when its forward begins, and when its backward begins."""
-    backward_place: int = -1
-    """How many backwards ran before its own; -1 while it has not run."""
-    received: tuple[StorageWeakRef, ...] = ()
-    """Storages of the gradients that its backward was given."""
-    frees_received: bool = False
-    """Whether these were freed before its backward was over."""
-
-    @property
-    def is_pending(self) -> bool:
-        """Return whether its backward may still come."""
-        return self.backward_place < 0 and any(not storage.expired() for storage in self.made)
-
-
-@dataclass(slots=True)
-class Program:
-    """The calls of a step, by the numbers of their graphs, and how they are planned."""
-
-    calls: tuple[int, ...]
-    whole: bool = False
-    """Whether it is one call of one graph, which is all of the model."""
-    shared: SharedChoice | None = None
-    variants: tuple[Variant, ...] = ()
-    """One for each call."""
-    around: tuple[Around, ...] = ()
-    """What was around each call when it was planned."""
-    unplanned: int = 0
-    """Peak of the step with everything kept."""
-    floor: int = 0
-    resident: int = 0
-    """Bytes that are there before and after the step."""
-    observed: int | None = None
-    """Peak of the step as the allocator gave it."""
-    rounds: int = 0
-    """How often it was planned."""
-    settled: bool = False
-    limit: int | None = None
-    """The budget in bytes."""
-    was_rehearsed: bool = False
-    """Whether its plans were made before its first step, and have run in none yet."""
-
-    def forget_plans(self) -> None:
-        """Have the calls planned again."""
-        self.variants, self.shared, self.rounds, self.settled = (), None, 0, False
-
-    @property
-    def is_as_predicted(self) -> bool:
-        """Return whether the peak of the latest step is within the budget and what its plans predict."""
-        if self.shared is None or self.observed is None:
-            return False
-        is_within = self.limit is None or self.resident + self.observed <= self.limit
-        return is_within and abs(self.observed - self.shared.step_peak) <= TOLERANCE * self.shared.step_peak
 
 
 class StepPlanner:
@@ -253,10 +181,12 @@ class StepPlanner:
         if planned is None:
             return
         limit = planned.limit(budget, self._largest())
-        if limit is not None and planned.floor + planned.resident > limit:
+        if limit is not None and planned.taken(planned.within(limit)) > limit:
             planned.search()
         if limit is not None and not planned.fits_without_plain(limit):
             planned.require_room(budget, limit, returned=False)
+        if limit is not None and planned.footprint is not None:
+            planned.require_room(budget, limit)
         program = planned.program(planned.chosen(limit), limit)
         program.rounds, program.was_rehearsed = 2, True
         self.rehearsed = planned
@@ -375,7 +305,8 @@ class StepPlanner:
             self.last, self._records = None, False
             return
         if program is None:  # plans of a single graph were chosen already: now around what was observed
-            program = Program(key, whole=whole, rounds=int(whole))
+            sharded = self.session.sharded is not None
+            program = Program(key, whole=whole, sharded=sharded, rounds=int(whole))
             self._add(program)
         self.last = program
         if segments is not None:
@@ -464,19 +395,20 @@ class StepPlanner:
         program.resident += (
             stack_plans([one.kept for one in plans.values()]).resident if sharded is None else sharded.resident
         )
+        of_calls = [plans[call.runner] for call in calls]
         least = 0 if sharded is None or segments is None else outside_peak(calls, segments, self._end)
-        program.unplanned = max(least, step_peak(around, [plans[call.runner].unplanned for call in calls]))
-        program.limit = self._limit(program)
+        program.unplanned = max(least, step_peak(around, [one.unplanned for one in of_calls]))
+        self._bound(program, of_calls)
         settled, tries = False, 0
         while not settled:  # compiled kernels may take other workspaces than was predicted
-            found = SharedBudget(around, [plans[call.runner].costs for call in calls], least=least)
+            found = SharedBudget(around, [one.costs for one in of_calls], least=least)
             program.floor = found.floor
-            shared = None if program.limit is None else found.within(program.limit - program.resident)
+            shared = within_budget(found, program, of_calls)
             if shared is None and program.limit is not None and any(one.search() for one in plans.values()):
                 continue
             error = None
             if shared is None and program.limit is not None and program.rounds > 1:
-                least_costs = [plans[call.runner].costs for call in calls]
+                least_costs = [one.costs for one in of_calls]
                 fits = SharedBudget([Around(0, 0)] * len(calls), least_costs).floor + program.resident <= program.limit
                 if not (fits and self._saves_less(program, observation)):
                     error = self._without_room(program, found.lowest(), plans, calls, around)
@@ -484,13 +416,12 @@ class StepPlanner:
             if shared is None or program.rounds == 1:
                 shared = found.lowest()
             if sharded is not None:
-                of_calls = [plans[call.runner] for call in calls]
                 when = f"round {program.rounds}, try {tries}"
                 shared = sharded.agreement.decided(when, of_calls, around, error or shared, least)
             elif error is not None:
                 raise error
             tries += 1
-            picked = [(plans[call.runner], number) for call, number in zip(calls, shared.plans, strict=True)]
+            picked = list(zip(of_calls, shared.plans, strict=True))
             before = [of_graph.costs[number] for of_graph, number in picked]
             program.variants = tuple(of_graph.variant(number) for of_graph, number in picked)
             program.shared = shared
@@ -507,6 +438,17 @@ class StepPlanner:
             alike = {one: one.fingerprint for one in runners}
         counts = Counter(alike[call.runner] for call in calls)
         return {one: one.call_plans(counts[alike[one]]) for one in runners}
+
+    def _bound(self, program: Program, plans: Sequence[CallPlans]) -> None:
+        """Find the budget in bytes: None for the lowest reachable peak. A percentage is one of the largest step so
+        far."""
+        program.limit, program.footprint = None, None
+        session, budget = self.session, self.session.options.budget
+        if budget is None or budget.is_floor:
+            return
+        graphs, sharded = [one.kept.schedule.graph for one in plans], session.sharded is not None
+        bound = on_devices(budget, graphs, session.options, session.workspaces, sharded=sharded)
+        program.limit, program.footprint = bound.resolve(self._largest()), bound.footprint
 
     def _settle(self, program: Program, calls: list[Call]) -> None:
         """Let the plans stay; ranks of a sharded model take over those of the rank that was first."""
@@ -551,13 +493,6 @@ class StepPlanner:
         program.rounds = 1
         return True
 
-    def _limit(self, program: Program) -> int | None:
-        """The budget in bytes; None for the lowest reachable peak. A percentage is one of the largest step so far."""
-        budget = self.session.options.budget
-        if budget is None or budget.is_floor:
-            return None
-        return budget.resolve(self._largest())
-
     def _largest(self) -> int:
         return max((one.resident + one.unplanned for one in self.programs.values()), default=0)
 
@@ -589,76 +524,6 @@ class StepPlanner:
         plan = plans[calls[largest].runner].variant(lowest.plans[largest]).captured.plan
         what = f"this step of {len(calls)} calls of {len(plans)} graphs"
         return budget_error(plan, self.session.options.budget, program.limit, floor, tiers=tiers, what=what)
-
-
-def step_peak(around: Sequence[Around], costs: Sequence[CallCosts]) -> int:
-    """The peak of a step whose calls run these plans."""
-    return SharedBudget(around, [[cost] for cost in costs]).floor
-
-
-def outside_peak(calls: Sequence[Call], segments: Sequence[Segment], end: int) -> int:
-    """The peak before the first call and after the last backward, which no plan changes."""
-    first, last = calls[0].marks[0], max(call.marks[3] for call in calls)
-    return max(segment.peak for segment in (*segments[: first + 1], *segments[last + 1 : end + 1]))
-
-
-def arounds(calls: Sequence[Call], segments: Sequence[Segment] | None, *, reduces: bool = False) -> list[Around]:
-    """What was around every call of a step that ran: as observed, or else as far as captured graphs tell. Where another
-    package `reduces` gradients after every call, they do not stay."""
-    saved = [CallCosts.of(call.captured.plan).saved for call in calls]
-    if segments is None:
-        gradients = _gradients_before(calls, reduces=reduces)
-        return [
-            Around(call.alive_around[0], call.alive_around[1] + gradient, frees_received=call.frees_received)
-            for call, gradient in zip(calls, gradients, strict=True)
-        ]
-    found = []
-    for number, call in enumerate(calls):
-        before = sum(saved[:number])
-        begin, end, backward, _ = call.marks
-        given = received_bytes(call.captured.plan.schedule.graph)
-        plain = max(segments[end + 1].peak, segments[backward].peak)
-        found.append(
-            Around(
-                forward=segments[begin].end - before,
-                backward=segments[backward].end - before - saved[number] - given,
-                between=plain - before - saved[number],
-                frees_received=call.frees_received,
-            )
-        )
-    return found
-
-
-def _gradients_before(calls: Sequence[Call], *, reduces: bool) -> list[int]:
-    """For every call, the gradients that are there when its backward begins: those of parameters, and those of outputs
-    of earlier calls, from the backwards before it."""
-    parameters: dict[object, int] = {}
-    inputs: dict[tuple[int, int], int] = {}
-    found = [0] * len(calls)
-    order = sorted(range(len(calls)), key=lambda number: calls[number].backward_place)
-    makers: list[dict[int, int]] = []
-    addresses: dict[int, int] = {}
-    for number, call in enumerate(calls):
-        makers.append({place: addresses[one] for place, one in enumerate(call.reads) if one in addresses})
-        addresses.update((storage.cdata, number) for storage, _ in call.outputs)
-    for number in order:
-        call = calls[number]
-        graph = call.captured.plan.schedule.graph
-        given = sum(size for (maker, _), size in inputs.items() if maker != number)
-        found[number] = sum(parameters.values()) + given
-        inputs = {key: size for key, size in inputs.items() if key[0] != number}
-        for place, (primal, gradient) in enumerate(graph.with_gradients()):
-            if gradient is None:
-                continue
-            size = graph.bytes_of(gradient)
-            if graph.values[primal].role is Role.PARAMETER and reduces:
-                continue
-            if graph.values[primal].role is Role.PARAMETER:
-                identity = graph.identities[place] if graph.identities else None
-                parameters[(id(call.runner), place) if identity is None else identity] = size
-            elif place in makers[number]:
-                inputs[makers[number][place], call.reads[place]] = size
-    return found
 
 
 def _address(thing: Any) -> int:

@@ -20,14 +20,16 @@ from numpy.typing import NDArray
 
 from encore.capture.unused_outputs import Tangents
 from encore.compiler.call_plans import CallPlans
+from encore.compiler.device_budget import on_devices
 from encore.compiler.recording import FakeBlock, RecordedGraph, Recording
-from encore.compiler.step import Program, step_peak
+from encore.compiler.step_calls import Program, step_peak
 from encore.compiler.variants import Variant
 from encore.graph import Graph
 from encore.options import Budget, Options
 from encore.plan import Plan, choose, stack_plans
 from encore.plan.budget import budget_error
 from encore.plan.calls import Around, CallCosts, SharedBudget, SharedChoice, received_bytes
+from encore.plan.goal import Footprint
 
 ROUNDS = 3
 """How often choices are proposed, each time around those of the lowest peak so far."""
@@ -75,6 +77,10 @@ class StepPlans:
         self._born = np.array([block.born for block in self._places], dtype=np.int64)
         self._freed = np.array([min(block.freed, self._end) for block in self._places], dtype=np.int64)
         self._saved = functools.cache(self._saved_by)
+
+        self.runs, self.workspaces = recording.session.runs, recording.session.workspaces
+        self.footprint: Footprint | None = None
+        """What the budget bounds instead of allocated bytes."""
 
     def beside(self, options: Options) -> StepPlans:
         """The same step with the resident bytes of these options."""
@@ -193,7 +199,26 @@ class StepPlans:
     def limit(self, budget: Budget, largest: int = 0) -> int | None:
         """The budget in bytes; None for the lowest reachable peak. A percentage is one of this unplanned step, or of
         the `largest` one that is known."""
-        return None if budget.is_floor else budget.resolve(max(self.resident + self.unplanned, largest))
+        kept = [self.plans[call.graph].kept for call in self.calls]
+        bound = on_devices(
+            budget,
+            [plan.schedule.graph for plan in kept],
+            self.options,
+            self.workspaces,
+            runs=self.runs,
+            sharded=self._shards is not None,
+        )
+        self.footprint = bound.footprint
+        return None if budget.is_floor else bound.resolve(max(self.resident + self.unplanned, largest))
+
+    def taken(self, choice: SharedChoice) -> int:
+        """What budgets bound: what the step takes with a choice."""
+        if self.footprint is None:
+            return choice.step_peak + self.resident
+        picked = zip(self.calls, choice.plans, strict=True)
+        plans = [self.plans[call.graph].candidates[number].plan for call, number in picked]
+        plain = max(0, choice.step_peak - stack_plans(plans).step_peak)
+        return self.footprint(plans) + plain
 
     def search(self) -> bool:
         """Search the graphs whose plans were carried over from other sizes; return whether there were any."""
@@ -205,8 +230,11 @@ class StepPlans:
 
     def within(self, limit: int | None) -> SharedChoice:
         """The fastest choice within so many bytes; the one of the lowest peak if there is none, or for None."""
-        fitting = (one for one in self.front if limit is not None and one.step_peak + self.resident <= limit)
+        fitting = (one for one in self.front if limit is not None and self._fits(one, limit))
         return next(fitting, self.front[-1])
+
+    def _fits(self, choice: SharedChoice, limit: int) -> bool:
+        return choice.step_peak + self.resident <= limit and self.taken(choice) <= limit
 
     def chosen(self, limit: int | None) -> SharedChoice:
         """The choice for a budget in bytes, with its plans compiled."""
@@ -245,6 +273,8 @@ class StepPlans:
         """Raise if no choice is within so many bytes."""
         peaks = [one.step_peak if returned else self.peak(one.plans, returned=False) for one in self.front]
         floor = self.resident + min(peaks)
+        if floor <= limit and returned and self.footprint is not None:
+            floor = min(map(self.taken, self.front))
         if floor <= limit:
             return
         if self.search():
@@ -271,6 +301,8 @@ class StepPlans:
             floor=self.floor,
             resident=self.resident,
             limit=limit,
+            footprint=self.footprint,
+            sharded=self._shards is not None,
         )
 
     def taken_over(self, graph: Graph, tangents: Tangents) -> RecordedGraph | None:

@@ -9,12 +9,13 @@ from encore.compiler.allocations import allocations_of
 from encore.compiler.operator_names import operator_name
 from encore.compiler.profiles import profile_of
 from encore.compiler.session import CapturedGraph, PlainGraph
-from encore.compiler.step import Program
+from encore.compiler.step_calls import Program
 from encore.compiler.watch import CodeWatch
 from encore.options import Options
-from encore.plan import GraphPlan, Plan, SavedPlan, stack_plans
+from encore.plan import DeviceBytes, GraphPlan, Plan, SavedPlan, stack_plans
+from encore.plan.goal import Footprint
 from encore.reports.points import Curve, best
-from encore.reports.report import DecisionRow, GraphRow, LossyRow, Prediction, Report
+from encore.reports.report import DecisionRow, DeviceRow, GraphRow, LossyRow, Prediction, Report
 from encore.reports.steps import MeasuredStep
 from encore.schedule import Fused, Kind, Timeline
 from encore.units import bytes_text
@@ -35,9 +36,9 @@ def report_of(
     resident = stack_plans(plans).resident + options.resident
     planned = _predict(plans, options.resident)
     unplanned = _predict([graph.unplanned for graph in graphs], options.resident)
-    limit = graphs[-1].limit
+    limit, footprint = graphs[-1].limit, graphs[-1].footprint
     if program is not None and program.shared is not None:
-        resident, limit = program.resident, program.limit
+        resident, limit, footprint = program.resident, program.limit, program.footprint
         around = program.around if len(program.around) == len(plans) else ()
         planned = _as_observed(planned, program.shared.step_peak, program.shared.seconds)
         unplanned = _as_observed(unplanned, program.unplanned, unplanned.seconds)
@@ -66,6 +67,17 @@ def report_of(
         stalled=_stalled(graphs),
         lossy=_lossy(distinct, options),
         measured=measured,
+        devices=() if program is not None and program.sharded else _devices(plans, options.resident, footprint),
+    )
+
+
+def _devices(plans: Sequence[Plan], beside: int, footprint: Footprint | None) -> tuple[DeviceRow, ...]:
+    """What the step takes of each device."""
+    reserved = {} if footprint is None else footprint.by_device(plans)
+    limits = {} if footprint is None else footprint.limits
+    return tuple(
+        DeviceRow(one.device, one.resident, one.step_peak, reserved.get(one.device), limits.get(one.device))
+        for one in DeviceBytes.of_step(plans, beside)
     )
 
 
@@ -78,6 +90,8 @@ def _asked(options: Options) -> str:
         return "the lowest reachable peak"
     if options.budget.share is not None:
         return f"the fastest step within {100 * options.budget.share:.4g} % of the largest unplanned step"
+    if options.budget.device:
+        return "the fastest step that fits the device"
     return f"the fastest step within {bytes_text(options.budget.resolve(0))}"
 
 

@@ -35,7 +35,7 @@ from encore.plan import GraphPlan
 
 if TYPE_CHECKING:
     from encore.compiler.call_plans import CallPlans
-    from encore.compiler.step import Call
+    from encore.compiler.step_calls import Call
 
 _numbers = itertools.count()
 

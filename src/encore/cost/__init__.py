@@ -5,7 +5,7 @@
 
 from encore.cost.allocations import Measurement, Meter, measure, start_meter
 from encore.cost.density import densities, may_be_narrow, may_be_sparse
-from encore.cost.kernel_timing import kernel_seconds, time_kernels
+from encore.cost.kernel_timing import kernel_seconds, time_kernels, trace_kernels
 from encore.cost.lessons import LinkLessons
 from encore.cost.links import assumed_link, known_link, link_to
 from encore.cost.roofline import AssumedSeconds
@@ -31,4 +31,5 @@ __all__ = [
     "measure",
     "start_meter",
     "time_kernels",
+    "trace_kernels",
 ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from encore.cost.probe import random_tensor
+from encore.cost.probe import random_tensor, trace_of_call
 from encore.cost.room import has_room, sets_of_operands
 from encore.cost.scaled_seconds import ScaledSeconds
 from encore.cost.seconds import Seconds
@@ -21,6 +21,7 @@ from encore.graph.values import refs, span_elements
 from encore.schedule.kernel import Kernel, KernelCall, Operand
 
 if TYPE_CHECKING:
+    from encore.cost.workspace import Workspaces
     from encore.lower.kernels import CompiledKernel
 
 log = logging.getLogger("encore")
@@ -63,6 +64,23 @@ def kernel_seconds(kernel: Kernel, call: Call) -> float:
                 tensor.copy_(original)
 
         return seconds_of(calls, device=_device(kernel), refresh=refresh)
+
+
+def trace_kernels(
+    workspaces: Workspaces, kernels: Mapping[str, Kernel], compiled: Mapping[str, CompiledKernel]
+) -> None:
+    """Have kernels on accelerators run once more, to see what each asks of the allocator, and in which order."""
+    for key, kernel in kernels.items():
+        untraced = key in compiled and kind_of(_device(kernel)) != "cpu" and workspaces.kernel_trace(key) is None
+        if not untraced or profiler_is_running() or not may_run(kernel):
+            continue
+        try:
+            with torch.no_grad():
+                found = trace_of_call(_bound(compiled[key].call, _operands(kernel)), torch.device(_device(kernel)))
+        except Exception as error:  # of any kind: a kernel may reject random operands, and still run in the step
+            log.info("what kernel %s allocates is an estimate: it cannot be run (%s)", key, error)
+        else:
+            workspaces.learn_trace(key, found)
 
 
 def may_run(kernel: Kernel) -> bool:

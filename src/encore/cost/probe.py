@@ -5,30 +5,57 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from encore.cost.allocations import measure_accelerator, measure_cpu
 from encore.cost.domains import Fill, fill_by_default, operand_domains
+from encore.cost.torch_private import allocator_history
 from encore.devices import generators_kept, kind_of
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST
 from encore.graph.values import Value, map_refs, span_bytes, span_elements
 from encore.lower.calls import callable_for
 from encore.rnn.registry import MADE_UP
+from encore.schedule.operator_trace import OperatorTrace
 
 if TYPE_CHECKING:
     from encore.schedule.kernel import Operand
 
 
-def probe_workspace(graph: Graph, op: Op) -> int:
-    """Return the peak of an operator's allocations, without its results."""
+@dataclass(frozen=True, slots=True)
+class ProbedWorkspace:
+    """The peak of an operator's allocations, without its results."""
+
+    bytes: int
+    trace: OperatorTrace | None = None
+    """What the operator asks of an accelerator's allocator; None on CPUs, and if it could not be recorded."""
+
+
+def probe_workspace(graph: Graph, op: Op) -> ProbedWorkspace:
+    """Run an operator and return its workspace."""
     call = random_call(graph, op)
     device = device_of_call(graph, op)
     with torch.no_grad(), generators_kept() if op.kind is OpClass.RANDOM else contextlib.nullcontext():
-        measured = measure_cpu(call) if kind_of(device) == "cpu" else measure_accelerator(call, device)
-    return measured.step_peak - measured.left
+        if kind_of(device) == "cpu":
+            measured = measure_cpu(call)
+            return ProbedWorkspace(measured.step_peak - measured.left)
+        trace = trace_of_call(call, torch.device(device))
+        measured = measure_accelerator(call, device)
+    return ProbedWorkspace(measured.step_peak - measured.left, trace)
+
+
+def trace_of_call(call: Callable[[], Any], device: torch.device) -> OperatorTrace | None:
+    """Return what a call asks of an accelerator's allocator, the second time that it runs: what is allocated once, such
+    as the workspace of a handle, is there then. None where that cannot be recorded."""
+    call()
+    with allocator_history(device) as history:
+        found = call()
+    results = found if isinstance(found, tuple | list) else (found,)
+    addresses = [one.untyped_storage().data_ptr() if isinstance(one, torch.Tensor) else 0 for one in results]
+    return OperatorTrace.of(history.events, addresses) if history.known else None
 
 
 def random_call(graph: Graph, op: Op, over: int | None = None) -> Callable[[], Any]:

@@ -27,6 +27,7 @@ from encore.cost.probe import device_of_call, footprint, probe_workspace
 from encore.cost.room import has_room
 from encore.cost.signature import as_first_drawn, call_signature, can_run, draws_from_aten, is_pure_aten
 from encore.cost.torch_private import profiler_is_running
+from encore.devices import kind_of
 from encore.graph import Graph, Op, OpClass
 from encore.graph.on_shapes import call_on_shapes, shaped_arguments
 from encore.graph.ops import is_pointwise
@@ -38,6 +39,7 @@ from encore.kernels.draws import FEW, STATE_BYTES
 from encore.measurements import machine_cache
 from encore.rnn import WORKSPACES as RECURRENT
 from encore.schedule import Fused
+from encore.schedule.operator_trace import OperatorTrace
 
 aten = torch.ops.aten
 log = logging.getLogger("encore")
@@ -68,6 +70,9 @@ class Workspaces:
         """Whether operators that are not known take the bounds of this machine; on another one they take nothing."""
         self._cache = machine_cache()
         self._known: dict[str, int] = {}
+        self._traces: dict[str, OperatorTrace] = {}
+        """Of calls that were probed on an accelerator in this process."""
+        self._kernel_traces: dict[str, OperatorTrace] = {}
         self._fitted = FittedWorkspaces()
         self._own: dict[Hashable, int] = {}
         """Of Encore's own operators, by call."""
@@ -80,6 +85,31 @@ class Workspaces:
     def learn(self, kernel: str, workspace: int) -> None:
         """Record the workspace of a compiled kernel."""
         self._kernels[kernel] = workspace
+
+    def trace(self, graph: Graph, op: Op | Fused) -> OperatorTrace | None:
+        """What an operator asks of its accelerator's allocator; None where that was not recorded."""
+        if isinstance(op, Fused):
+            return self.kernel_trace(op.kernel.key)
+        if op.kind is OpClass.VIEW:
+            return None
+        if op.kind is OpClass.RANDOM or isinstance(op.target, DrawAgain):
+            op = as_first_drawn(op)
+        if op.target in WORKSPACES or not (is_pure_aten(op) or draws_from_aten(op)):
+            return None
+        self(graph, op)
+        return self._traces.get(self._key(graph, op))
+
+    def kernel_trace(self, kernel: str) -> OperatorTrace | None:
+        """What a compiled kernel asks of its accelerator's allocator, if it was recorded."""
+        return self._kernel_traces.get(kernel)
+
+    def learn_trace(self, kernel: str, trace: OperatorTrace | None) -> None:
+        """Record what a compiled kernel asks of the allocator."""
+        if trace is not None:
+            self._kernel_traces[kernel] = trace
+
+    def _key(self, graph: Graph, op: Op) -> str:
+        return f"workspace {call_signature(graph, op)}{domain_key(op)}"
 
     def __call__(self, graph: Graph, op: Op | Fused) -> int:
         if isinstance(op, Fused):
@@ -104,8 +134,10 @@ class Workspaces:
             if op.kind is OpClass.OPAQUE and isinstance(op.target, OpOverload):
                 self._bounded.setdefault(graph, {})[str(op.target)] = "none is counted: custom operators are not probed"
             return 0
-        if is_pointwise(op.target):
+        if is_pointwise(op.target) and kind_of(device_of_call(graph, op)) == "cpu":
             return _pointwise(graph, op)
+        if is_pointwise(op.target) and len({graph.values[value].dtype for value in op.reads}) < 2:
+            return 0  # numbers are arguments of the kernel, and it converts what it reads
         return self._measured(graph, op) if self.bounds else 0
 
     def _of_own(self, graph: Graph, op: Op) -> int:
@@ -119,13 +151,16 @@ class Workspaces:
     def _of_draw(self, graph: Graph, op: Op) -> int:
         """The workspace of a draw; with the state that is restored after it, if it repeats another one."""
         first = as_first_drawn(op)
-        state = 0 if first is op else graph.bytes_of(op.reads[0])
+        on_cpu = kind_of(device_of_call(graph, op)) == "cpu"
+        state = 0 if first is op or not on_cpu else graph.bytes_of(op.reads[0])
+        if not on_cpu and not draws_from_aten(first):
+            return 0  # numbers and the state are on the host
         if draws_from_aten(first):
             return state + self._measured(graph, first)
         return state + _drawn(graph, first)
 
     def _measured(self, graph: Graph, op: Op) -> int:
-        key = f"workspace {call_signature(graph, op)}{domain_key(op)}"
+        key = self._key(graph, op)
         if key not in self._known:
             self._known[key] = self._ask(graph, op, key)
         if key in self._bounds:
@@ -144,6 +179,8 @@ class Workspaces:
         if not self.run:
             return _bound(graph, op) if cached is None else int(cached)
         structure, sizes = f"{op_structure(graph, op)} threads={torch.get_num_threads()}", sizes_of_call(graph, op)
+        if kind_of(device_of_call(graph, op)) != "cpu":
+            return self._probed(graph, op, key, cached)  # for its trace, which is not kept on disk
         if cached is not None:
             self._fitted.note(structure, sizes, int(cached))
             return int(cached)
@@ -151,19 +188,29 @@ class Workspaces:
         if fitted is not None:
             self._cache.put(key, fitted)  # for estimates, which know of no other calls
             return fitted
+        found = self._probed(graph, op, key)
+        if key not in self._bounds:
+            self._fitted.note(structure, sizes, found)
+        return found
+
+    def _probed(self, graph: Graph, op: Op, key: str, cached: float | None = None) -> int:
+        """What a call takes that is run now; what it took before, or a bound, if it cannot run."""
         why = self._reason_not_to_run(graph, op)
         if not why:
             try:
-                workspace = probe_workspace(graph, op)
+                probed = probe_workspace(graph, op)
             except Exception as error:  # of any kind: an operator may reject random operands, and still run in the step
                 why = f"it cannot be run ({error})"
+        if why and cached is not None:
+            return int(cached)
         if why:
             log.info("the workspace of %s is a bound: %s", op.target, why)
             self._bounds[key] = why.splitlines()[0]
             return _bound(graph, op)
-        self._cache.put(key, workspace)
-        self._fitted.note(structure, sizes, workspace)
-        return workspace
+        self._cache.put(key, probed.bytes)
+        if probed.trace is not None:
+            self._traces[key] = probed.trace
+        return probed.bytes
 
     def _reason_not_to_run(self, graph: Graph, op: Op) -> str:
         if profiler_is_running():

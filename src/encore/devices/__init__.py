@@ -19,14 +19,15 @@ from encore.devices.accelerator import (
     processors,
     synchronize,
 )
-from encore.devices.caching_allocator import CachingAllocator, DeviceBlock
+from encore.devices.caching_allocator import CachingAllocator, DeviceBlock, ReservedSegment
 from encore.devices.cuda_operators import HALF, CudaOperators
 from encore.devices.kinds import KINDS, DeviceKind, kind_of
 from encore.devices.profiles import PROFILES, DeviceProfile, find_profile
+from encore.devices.reserved import DeviceMemory, memory_of, release_cached, reserves
 
 __all__ = [
-    "HALF", "KINDS", "PROFILES", "CachingAllocator", "CudaOperators", "DeviceBlock", "DeviceKind", "DeviceProfile",
-    "capability", "default_generator", "default_generators", "device_names", "devices_in_use", "find_profile",
-    "free_bytes", "generators_kept", "is_here", "kind_of", "processors",
-    "synchronize",
+    "HALF", "KINDS", "PROFILES", "CachingAllocator", "CudaOperators", "DeviceBlock", "DeviceKind", "DeviceMemory",
+    "DeviceProfile", "ReservedSegment", "capability", "default_generator", "default_generators", "device_names",
+    "devices_in_use", "find_profile", "free_bytes", "generators_kept", "is_here", "kind_of", "memory_of",
+    "processors", "release_cached", "reserves", "synchronize",
 ]  # fmt: skip

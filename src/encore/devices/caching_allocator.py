@@ -11,6 +11,8 @@ are segments, so a step that never has more than its memory allocated may still 
 - a freed block is merged with free neighbours of its segment;
 - where the driver has no room, all segments without a used block go back to it first.
 
+It begins with nothing, or with the segments that PyTorch has reserved (`restored`).
+
 Known shortcomings: one stream, and no expandable segments. Segments get addresses in the order in which they are
 reserved, as drivers mostly hand them out; a driver that does otherwise may have the allocator pick another block among
 equal ones.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 ROUNDED_TO = 512
@@ -66,6 +69,22 @@ class _Pool:
         return self.blocks.pop(place)[2] if place < len(self.blocks) else None
 
 
+@dataclass(frozen=True, slots=True)
+class ReservedSegment:
+    """A segment that PyTorch has reserved."""
+
+    address: int
+    small: bool
+    blocks: tuple[tuple[int, bool], ...]
+    """The size of each block, and whether it is free."""
+    usable: bool = True
+    """Whether the stream that is followed may take its free blocks."""
+
+    @property
+    def size(self) -> int:
+        return sum(size for size, _ in self.blocks)
+
+
 class CachingAllocator:
     """Follows allocations and frees on a device of some capacity."""
 
@@ -77,6 +96,35 @@ class CachingAllocator:
         """Whether an allocation did not fit; the following ones are counted as if it had."""
         self._pools = {True: _Pool(), False: _Pool()}
         self._next_address = 0
+        self._restored: dict[int, DeviceBlock] = {}
+
+    @classmethod
+    def restored(cls, segments: Iterable[ReservedSegment], capacity: int | None = None) -> CachingAllocator:
+        """The allocator with segments that are there already."""
+        made = cls(capacity)
+        for segment in segments:
+            made._restore(segment)
+        made.peak_reserved, made.peak_allocated = made.reserved, made.allocated
+        return made
+
+    def _restore(self, segment: ReservedSegment) -> None:
+        address, before = segment.address, None
+        for size, is_free in segment.blocks:
+            block = DeviceBlock(address, size, segment.small, is_free and segment.usable, before)
+            if before is not None:
+                before.after = block
+            before, address = block, address + size
+            self.allocated += 0 if is_free else size
+            if block.is_free:
+                self._pools[segment.small].add(block)
+            self._restored[block.address] = block
+        self.reserved += segment.size
+        self._next_address = max(self._next_address, address + LARGE_ROUNDED_TO)
+
+    def block_at(self, address: int) -> DeviceBlock | None:
+        """The used block that was restored at an address."""
+        block = self._restored.get(address)
+        return None if block is None or block.is_free else block
 
     def allocate(self, size: int) -> DeviceBlock | None:
         """A block for so many bytes; None for nothing."""

@@ -21,13 +21,19 @@ class DeviceKind:
     """Rows and columns of the matrices whose product shows its speed."""
     copied: int
     """Bytes that are copied to find its bandwidth."""
+    reserves: bool
+    """Whether its allocator reserves memory, in segments: what a budget in bytes then counts is what is reserved."""
     flushed: int
     """Bytes that are copied between two timed calls: with their copy, more than the last cache has."""
 
 
 KINDS = {
-    "cpu": DeviceKind(is_host=True, block=1, state_bytes=5056, product_side=1024, copied=1 << 26, flushed=1 << 20),
-    "cuda": DeviceKind(is_host=False, block=512, state_bytes=16, product_side=4096, copied=1 << 28, flushed=1 << 26),
+    "cpu": DeviceKind(
+        is_host=True, block=1, state_bytes=5056, product_side=1024, copied=1 << 26, reserves=False, flushed=1 << 20
+    ),
+    "cuda": DeviceKind(
+        is_host=False, block=512, state_bytes=16, product_side=4096, copied=1 << 28, reserves=True, flushed=1 << 26
+    ),
 }
 """Of other devices (MPS, XPU), neither allocator nor workspaces are known: graphs on them run as plain PyTorch, with a
 warning, and tiers take no tensors of them."""

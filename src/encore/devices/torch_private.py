@@ -1,4 +1,5 @@
-"""The private API of PyTorch that devices use: the functions behind `torch.nn`'s dropout and recurrent modules."""
+"""The private API of PyTorch that devices use: the functions behind `torch.nn`'s dropout and recurrent modules, and how
+cuBLAS's workspaces are freed."""
 
 from __future__ import annotations
 
@@ -20,3 +21,8 @@ def dropout_functions() -> frozenset[Any]:
 def recurrent_functions() -> dict[Any, str]:
     """The kind of layer, by the functions that it is called by."""
     return {getattr(place, kind): kind for kind in RECURRENT for place in (torch, _VF)}
+
+
+def free_product_workspaces() -> None:
+    """Free the workspaces that PyTorch keeps for cuBLAS; the next product of a thread allocates its own again."""
+    torch._C._cuda_clearCublasWorkspaces()

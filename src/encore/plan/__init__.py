@@ -4,8 +4,20 @@
 `schedule/` orders. Nothing here runs.
 """
 
-from encore.plan.budget import choose, keeps_budget, lowest, may_win, room_for, stack_plans, will_do
+from encore.plan.budget import (
+    allocated_bytes,
+    choose,
+    keeps_budget,
+    lowest,
+    may_win,
+    room_for,
+    stack_plans,
+    taken,
+    will_do,
+)
 from encore.plan.candidate import Candidate, worth_having
+from encore.plan.device_bytes import DeviceBytes
+from encore.plan.footprint import DeviceRoom, ReservedFootprint, Resident, resident_on
 from encore.plan.gathered import without_saved_weights
 from encore.plan.methods import Methods, allowed_methods
 from encore.plan.patterns import PlanPattern, roles_of
@@ -16,12 +28,17 @@ from encore.plan.seconds import step_seconds
 
 __all__ = [
     "Candidate",
+    "DeviceBytes",
+    "DeviceRoom",
     "GraphPlan",
     "Methods",
     "Plan",
     "PlanPattern",
     "Planner",
+    "ReservedFootprint",
+    "Resident",
     "SavedPlan",
+    "allocated_bytes",
     "allowed_methods",
     "candidates_of",
     "choose",
@@ -30,10 +47,12 @@ __all__ = [
     "keeps_budget",
     "lowest",
     "may_win",
+    "resident_on",
     "roles_of",
     "room_for",
     "stack_plans",
     "step_seconds",
+    "taken",
     "will_do",
     "without_saved_weights",
     "worth_having",

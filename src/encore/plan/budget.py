@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from encore.errors import BudgetError, Pin
 from encore.graph import Graph
 from encore.plan.candidate import Candidate, by_methods
+from encore.plan.device_bytes import DeviceBytes
 from encore.plan.goal import Budget, Goal
 from encore.plan.plan import Plan
 from encore.schedule import Stack, alive_at_worst, stack
@@ -36,27 +37,43 @@ def may_win(
     that was found keeps everything."""
     if goal.budget is None:
         return fastest <= goal.allowed_overhead
-    if goal.budget.is_floor:
+    if goal.budget.is_floor or goal.budget.footprint is not None or _devices(found[0].plan) > 1:
         return True
     room = room_for(found[0].plan, goal, unplanned=unplanned, earlier=earlier)
     return not any(one.overhead <= fastest and one.step_peak * NEAR <= room for one in found)
 
 
 def room_for(kept: Plan, goal: Goal, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> int:
-    """The step peak that a plan may have within the budget, which is not the floor; `kept` keeps everything."""
+    """The step peak that a plan may have at most within the budget, which is not the floor; `kept` keeps everything.
+    What is reserved is no less than what is allocated, and each device has the budget to itself."""
     assert goal.budget is not None
-    return goal.budget.resolve(_total(unplanned, goal, earlier)) - _total(kept, goal, earlier) + kept.timeline.step_peak
+    limit = goal.budget.resolve(taken([*earlier, unplanned], goal)) * _devices(kept)
+    return limit - stack_plans([*earlier, kept]).total - goal.resident + kept.timeline.step_peak
 
 
 def keeps_budget(plan: Plan, goal: Goal, *, unplanned: Plan, earlier: Sequence[Plan] = ()) -> bool:
     """Return whether a plan, as it came out in the end, stays within the budget. The floor is no bound."""
     if goal.budget is None or goal.budget.is_floor:
         return True
-    return _total(plan, goal, earlier) <= goal.budget.resolve(_total(unplanned, goal, earlier))
+    return taken([*earlier, plan], goal) <= goal.budget.resolve(taken([*earlier, unplanned], goal))
 
 
-def _total(plan: Plan, goal: Goal, earlier: Sequence[Plan]) -> int:
-    return stack_plans([*earlier, plan]).total + goal.resident
+def taken(plans: Sequence[Plan], goal: Goal) -> int:
+    """What budgets bound: what a step takes of a device that runs these plans, one after the other."""
+    footprint = None if goal.budget is None else goal.budget.footprint
+    return allocated_bytes(plans, goal.resident) if footprint is None else footprint(plans)
+
+
+def allocated_bytes(plans: Sequence[Plan], resident: int) -> int:
+    """The bytes that are allocated at once in a step with these plans, and `resident` ones; on the device with the most
+    of them, if there are several."""
+    if max(map(_devices, plans)) == 1:
+        return stack_plans(plans).total + resident
+    return max(one.total for one in DeviceBytes.of_step(plans, resident))
+
+
+def _devices(plan: Plan) -> int:
+    return len({storage.device for storage in plan.schedule.graph.storages}) or 1
 
 
 def choose(
@@ -77,7 +94,7 @@ def choose(
         return _smallest_within(candidates, goal.allowed_overhead)
 
     def total(plan: Plan) -> int:
-        return _total(plan, goal, earlier)
+        return taken([*earlier, plan], goal)
 
     kept = candidates[0].plan
     if goal.budget.is_floor:
@@ -85,7 +102,7 @@ def choose(
     limit = goal.budget.resolve(total(unplanned or kept))
     if total(kept) <= limit:
         return candidates[0]
-    room = limit - (total(kept) - kept.timeline.step_peak)
+    room = room_for(kept, goal, unplanned=unplanned or kept, earlier=earlier)
     ordered = sorted(candidates, key=lambda candidate: (candidate.overhead, candidate.step_peak))
     found = next((one for one in ordered if one.step_peak <= room * NEAR and total(one.plan) <= limit), None)
     if found is not None and not thorough:
@@ -94,7 +111,8 @@ def choose(
     faster = [candidate for candidate in smallest if total(candidate.plan) <= limit]
     if found is not None or faster:
         return min([*faster, *([found] if found else [])], key=lambda candidate: candidate.overhead)
-    plan = min((candidate.plan for candidate in smallest), key=total)
+    tried = [*smallest, *(one for one in ordered if one.step_peak <= room * NEAR)]
+    plan = min((candidate.plan for candidate in tried), key=total)
     raise budget_error(plan, goal.budget, limit, total(plan), tiers=bool(goal.tiers))
 
 
@@ -137,12 +155,21 @@ def budget_error(
     )
     lines = [
         f"a budget of {budget} ({bytes_text(limit)}) cannot be met: "
-        f"the lowest reachable peak{what and f' of {what}'} is {floor} bytes ({bytes_text(floor)})",
+        f"the lowest reachable peak{what and f' of {what}'} {is_text(plan, budget, floor)}",
         "alive at that moment:",
         *(f"  {bytes_text(pin.bytes):>10}  {pin.name} {list(pin.shape)}  {pin.module} {pin.source}" for pin in pins),
         "what helps: " + "; ".join(remedies),
     ]
     return BudgetError("\n".join(lines), floor=floor, pins=pins, remedies=remedies)
+
+
+def is_text(plan: Plan, budget: Budget | None, floor: int) -> str:
+    """What the lowest peak is; with a bound on what a device reserves, next to what is allocated of it."""
+    text = f"{floor} bytes ({bytes_text(floor)})"
+    if budget is None or budget.footprint is None:
+        return f"is {text}"
+    allocated = bytes_text(allocated_bytes([plan], 0))
+    return f"reserves {text}, of which {allocated} are allocated for parameters, inputs and the step"
 
 
 def pins_of(plan: Plan) -> list[Pin]:

@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+
+class Footprint(Protocol):
+    """What budgets bound on a device whose allocator reserves memory."""
+
+    @property
+    def limit(self) -> int:
+        """The bound, in bytes."""
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """The bound of each device."""
+
+    def by_device(self, plans: Sequence[Any]) -> Mapping[str, int]:
+        """What the graphs of a step take with these plans, of each device."""
+
+    def __call__(self, plans: Sequence[Any]) -> int:
+        """What they take of the device that comes closest to its bound."""
 
 
 @dataclass(frozen=True)
@@ -16,14 +34,20 @@ class Budget:
 
     bytes: int | None = None
     share: float | None = None
+    device: bool = False
+    """Whether it is all that a device has."""
+    footprint: Footprint | None = dataclasses.field(default=None, compare=False, repr=False)
+    """What it bounds instead of allocated bytes, on a device whose allocator reserves memory."""
 
     @property
     def is_floor(self) -> bool:
         """Whether it is the lowest reachable peak, whatever that is."""
-        return self.bytes is None and self.share is None
+        return self.bytes is None and self.share is None and not self.device
 
     def resolve(self, unplanned: int) -> int:
         """The bound in bytes for a step that takes `unplanned` bytes as it is."""
+        if self.footprint is not None:
+            return self.footprint.limit
         if self.bytes is not None:
             return self.bytes
         assert self.share is not None, "the floor is not known before the plans are"
@@ -36,6 +60,8 @@ class Budget:
     def __str__(self) -> str:
         if self.share is not None:
             return f"{self.share:.4g} of the largest unplanned step"
+        if self.device:
+            return "the whole device"
         return "min" if self.bytes is None else f"{self.bytes} bytes"
 
 

@@ -112,6 +112,25 @@ class LossyRow:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceRow:
+    """What the step takes of one device."""
+
+    device: str
+    resident: int
+    step_peak: int
+    """The most that is allocated there at once, above what is resident. Devices need not peak at the same moment."""
+    reserved: int | None = None
+    """What its allocator reserves at most, as predicted; None unless a budget bounds it."""
+    limit: int | None = None
+    """How much it may reserve."""
+
+    @property
+    def allocated(self) -> int:
+        """Resident bytes and the peak."""
+        return self.resident + self.step_peak
+
+
+@dataclass(frozen=True, slots=True)
 class GraphRow:
     """One graph of the step; a model that breaks has several."""
 
@@ -167,6 +186,8 @@ class Report:
     """Seconds that the latest step did stand still for transfers; None before a step that has some."""
     lossy: LossyRow | None = None
     """The gradient error of lossy codecs; None where none were allowed."""
+    devices: tuple[DeviceRow, ...] = ()
+    """What the step takes of each of its devices; what is bounded by a budget is the device, and not their sum."""
     measured: MeasuredStep | None = None
     """The latest step that was measured, with what ran outside of the captured graphs; None before one was."""
 

@@ -36,6 +36,7 @@ def _totals(report: Report) -> str:
         f"  step peak         {bytes_text(planned.step_peak):>11}   predicted; unplanned {unplanned}",
         f"  saved for backward{bytes_text(planned.saved):>11}",
         f"  overhead          {planned.overhead:>10.1%}    predicted extra time",
+        *_devices(report),
         *_measured(report),
     ]
     at_peak = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in planned.at_peak.items() if size)
@@ -58,6 +59,19 @@ def _totals(report: Report) -> str:
         stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in report.first_step.items())
         lines.append(f"  first step        {stages}")
     return "\n".join(lines)
+
+
+def _devices(report: Report) -> Iterator[str]:
+    """What is taken of each device, if there are several or one of them reserves memory within a budget."""
+    rows = [row for row in report.devices if row.allocated]
+    for row in rows if len(rows) > 1 or any(row.reserved is not None for row in rows) else ():
+        reserved = ""
+        if row.reserved is not None and row.limit is not None:
+            reserved = f"; reserves {bytes_text(row.reserved)} of {bytes_text(row.limit)}"
+        yield (
+            f"  on {row.device:<15}{bytes_text(row.allocated):>11}   allocated: resident {bytes_text(row.resident)}, "
+            f"step peak {bytes_text(row.step_peak)}{reserved}"
+        )
 
 
 def _measured(report: Report) -> Iterator[str]:

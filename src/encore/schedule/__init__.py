@@ -7,6 +7,7 @@ from encore.schedule.actions import Action, Free, Fused, Load, Run, Schedule, St
 from encore.schedule.copies import CarriedOut, carry_out, carry_out_fates
 from encore.schedule.delivery import Cut, gradient_cuts, last_reads
 from encore.schedule.fusion import Fusion, fuse
+from encore.schedule.memory_events import MemoryEvent, What, device_peaks, devices_of, memory_events, resident_bytes
 from encore.schedule.order import schedule_step
 from encore.schedule.replayer import replay
 from encore.schedule.simulator import Change, Kind, Timeline, alive_at_worst, changes, simulate
@@ -23,6 +24,7 @@ __all__ = [
     "Fusion",
     "Kind",
     "Load",
+    "MemoryEvent",
     "Placed",
     "Run",
     "Schedule",
@@ -30,15 +32,20 @@ __all__ = [
     "Store",
     "Timeline",
     "Wait",
+    "What",
     "alive_at_worst",
     "carry_out",
     "carry_out_fates",
     "changes",
+    "device_peaks",
+    "devices_of",
     "fuse",
     "gradient_cuts",
     "last_reads",
+    "memory_events",
     "place_transfers",
     "replay",
+    "resident_bytes",
     "residents",
     "schedule_step",
     "simulate",
