@@ -60,7 +60,7 @@ def floor_of(seed: int) -> int:
     clean()
     model, shape, optimizer = made(seed)
     encore.compile(model, budget="20MiB", optimizer=optimizer, **options(seed))
-    with pytest.raises(encore.BudgetError, match="reserves .* of which .* are allocated") as error:
+    with pytest.raises(encore.BudgetError, match=r"reserves .* of which .* are allocated") as error:
         train(model, shape, optimizer, steps=1)
     return error.value.floor
 
