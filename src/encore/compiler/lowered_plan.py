@@ -50,6 +50,7 @@ def lower_plan(fitting: Fitting, unplanned: Plan, clock: StageClock) -> Variant:
     if session.checks:
         _replay(captured, plan)
     name = captured.name.replace(" ", "_")
+    footprint = None if captured.options.budget is None else captured.options.budget.footprint
     with collector_paused():
         lowered = lower(runs, name, found.kernels, watching, transports, checked=session.checks)
     clock.lap("lower")
@@ -58,7 +59,7 @@ def lower_plan(fitting: Fitting, unplanned: Plan, clock: StageClock) -> Variant:
         unplanned=unplanned,
         plan=plan,
         limit=captured.options.budget.bytes if captured.options.budget is not None else None,
-        footprint=captured.options.budget.footprint if captured.options.budget is not None else None,
+        footprint=None if footprint is None else footprint.alone(),
         break_reason=captured.break_reason,
         break_line=captured.break_line,
         seconds=clock.seconds,

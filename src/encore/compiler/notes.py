@@ -39,7 +39,10 @@ def device_notes(graph: Graph) -> list[str]:
     devices = sorted({storage.device for storage in graph.storages if kind_of(storage.device) != "cpu"})
     if len(devices) < 2:
         return []
-    return [f"bytes on {', '.join(devices)} are added up, in predictions and for budgets: each device takes less"]
+    return [
+        f"the step peak is that of {', '.join(devices)} together; a budget is one of each device, whose peaks are in "
+        "`report.devices`"
+    ]
 
 
 def capture_notes(module: fx.GraphModule, traced: Iterable[CodeType]) -> list[str]:

@@ -94,7 +94,7 @@ class Workspaces:
             return None
         if op.kind is OpClass.RANDOM or isinstance(op.target, DrawAgain):
             op = as_first_drawn(op)
-        if op.target in WORKSPACES or not (is_pure_aten(op) or draws_from_aten(op)):
+        if op.target in WORKSPACES or not (is_pure_aten(op) or draws_from_aten(op)) or _between_devices(graph, op):
             return None
         self(graph, op)
         return self._traces.get(self._key(graph, op))
@@ -220,6 +220,12 @@ class Workspaces:
         if not has_room(footprint(graph, op), device_of_call(graph, op)):
             return "there is too little free memory for its operands"
         return ""
+
+
+def _between_devices(graph: Graph, op: Op) -> bool:
+    """Return whether a call has operands and results on several devices, of which one would be recorded."""
+    values = (graph.values[value] for value in (*op.reads, *op.writes) if value is not None)
+    return len({graph.storages[value.storage].device for value in values if value.storage is not None}) > 1
 
 
 def _drawn(graph: Graph, op: Op) -> int:

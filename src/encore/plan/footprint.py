@@ -1,6 +1,6 @@
 """What of a device a plan takes: the bytes that its allocator reserves while steps run with it.
 
-A GPU runs out of reserved bytes, not of allocated ones. So the events of a plan (`schedule/memory_events.py`) go
+A GPU runs out of reserved bytes, not of allocated ones. So the events of a plan (`schedule/allocator_events.py`) go
 through a model of the allocator (`devices/caching_allocator.py`), which begins with what is there
 (`devices/reserved.py`). The training loop around the step is the usual one: a new batch each step, the optimizer's
 state from the first step on, and gradients that are set to None, before the new batch is there or after. Several steps
@@ -13,13 +13,13 @@ and what plain code allocates around the graphs is not seen.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from encore.devices import CachingAllocator, DeviceBlock, DeviceMemory
 from encore.graph import Graph, Role
 from encore.plan.plan import Plan
 from encore.schedule import Kind, MemoryEvent, What, memory_events, residents
-from encore.schedule.memory_events import Traces
+from encore.schedule.allocator_events import Traces
 
 MOST_STEPS = 6
 SCALARS = 8
@@ -63,6 +63,10 @@ class ReservedFootprint:
     """The reserved bytes of plans on each device of a step."""
 
     rooms: tuple[DeviceRoom, ...]
+    known: dict[tuple[int, ...], tuple[Sequence[Plan], Mapping[str, int]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """What plans reserve, by their `id`."""
 
     @property
     def limit(self) -> int:
@@ -76,7 +80,14 @@ class ReservedFootprint:
 
     def by_device(self, plans: Sequence[Plan]) -> Mapping[str, int]:
         """The reserved bytes of each device."""
-        return {room.memory.device: room.reserved(plans) for room in self.rooms}
+        key = tuple(map(id, plans))
+        if key not in self.known:
+            self.known[key] = plans, {room.memory.device: room.reserved(plans) for room in self.rooms}
+        return self.known[key][1]
+
+    def alone(self) -> ReservedFootprint:
+        """The same without the plans that were looked at."""
+        return ReservedFootprint(self.rooms)
 
     def __call__(self, plans: Sequence[Plan]) -> int:
         """The reserved bytes of the device that comes closest to its limit, or exceeds it most, as if all devices had

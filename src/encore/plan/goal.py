@@ -23,6 +23,9 @@ class Footprint(Protocol):
     def by_device(self, plans: Sequence[Any]) -> Mapping[str, int]:
         """What the graphs of a step take with these plans, of each device."""
 
+    def alone(self) -> Footprint:
+        """The same without the plans that were looked at."""
+
     def __call__(self, plans: Sequence[Any]) -> int:
         """What they take of the device that comes closest to its bound."""
 

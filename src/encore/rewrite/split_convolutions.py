@@ -38,6 +38,7 @@ def apply(graph: Graph, *, exact: bool = False) -> Graph:
             continue
         source, weight = graph.values[op.args[INPUT].value], graph.values[op.args[WEIGHT].value]
         laid_out = has_channels_last(source) and is_contiguous(weight) and weight.role is not None
+        laid_out = laid_out and device_of(graph, source.id) == "cpu"  # what oneDNN copies
         if laid_out and not exact:
             _split_laid_out(editor, op, source, weight)
         elif op.args[MASK][0]:

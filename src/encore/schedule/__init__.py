@@ -4,10 +4,10 @@ Nothing here chooses what to keep, and nothing here runs on real tensors.
 """
 
 from encore.schedule.actions import Action, Free, Fused, Load, Run, Schedule, Store, Wait
+from encore.schedule.allocator_events import MemoryEvent, What, device_peaks, devices_of, memory_events, resident_bytes
 from encore.schedule.copies import CarriedOut, carry_out, carry_out_fates
 from encore.schedule.delivery import Cut, gradient_cuts, last_reads
 from encore.schedule.fusion import Fusion, fuse
-from encore.schedule.memory_events import MemoryEvent, What, device_peaks, devices_of, memory_events, resident_bytes
 from encore.schedule.order import schedule_step
 from encore.schedule.replayer import replay
 from encore.schedule.simulator import Change, Kind, Timeline, alive_at_worst, changes, simulate

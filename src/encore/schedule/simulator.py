@@ -217,20 +217,23 @@ class _Walk:
             self._unbind(value)
 
     def hold_gradients(self) -> None:
-        """Backward returns. A gradient that PyTorch cannot take as it is (shared, or laid out differently from its
-        parameter) is copied, one after the other."""
-        seen: set[int] = {storage for value in self.graph.tangents if (storage := self.storage_of[value]) is not None}
-        seen |= self.external
+        """Backward returns. A gradient that PyTorch cannot take as it is (returned twice, memory of the caller's, or
+        laid out differently from its parameter) is copied, one after the other. Views of one storage are taken."""
+        theirs = {storage for value in self.graph.tangents if (storage := self.storage_of[value]) is not None}
+        theirs |= self.external
+        seen: set[int] = set()
+        storages: set[int] = set()
         for primal, value in self.graph.with_gradients():
             if value is None or (storage := self.storage_of[value]) is None:
                 continue
-            copied = storage in seen or not _same_layout(self.graph, primal, value)
+            copied = value in seen or storage in theirs or not _same_layout(self.graph, primal, value)
             if copied and primal in self.graph.leaves:
                 self.charge(self.graph.values[primal].bytes, Kind.GRADIENT)
                 self.note("end", None, 0)
-                if storage not in seen:
+                if storage not in storages | theirs:
                     self._unbind(value)
-            seen.add(storage)
+            seen.add(value)
+            storages.add(storage)
         self.note("end", None, 0)
 
     def hand_on_gradients(self) -> None:
