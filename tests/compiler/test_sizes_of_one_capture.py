@@ -299,3 +299,18 @@ def test_an_operator_without_symbols_is_captured_for_each_shape() -> None:
         planned(x).backward()
         function(other).backward()
         assert torch.equal(x.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_captured_for_most_lengths_gets_callables_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "MOST_CAPTURED", 2)
+
+    def step(x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        return (x * sum(rows > 4 * bound for bound in range(8))).square().sum()
+
+    planned = encore.compile(step, lowering="eager")
+    for length in (3, 7, 11, 15, 19, 23):
+        x = torch.randn(length, requires_grad=True)
+        planned(x).backward()
+        assert torch.equal(x.grad, torch.autograd.grad(step(x), x)[0])  # type: ignore[arg-type]
+    assert session_of(planned).graphs_keep_symbols == [False, True, True, True, False, False]

@@ -452,3 +452,17 @@ def test_a_kernel_over_the_limit(good: Schedule) -> None:
         return 10_000 if isinstance(op, Fused) else 0
 
     rejected(good, "bytes alive while the kernel of .* runs, over the limit of 9999", workspace=workspace, limit=9999)
+
+
+def test_a_part_that_a_kernel_reads_does_not_make_it_differ_by_the_number_of_parts() -> None:
+    def structures(length: int) -> set[str]:
+        def step(x: Tensor, weight: Tensor) -> Tensor:
+            parts = x.sigmoid().unbind(0)
+            return torch.stack([part.tanh() * part @ weight for part in parts]).sum()
+
+        schedule = fused(step, torch.randn(length, 4, 4), matrix(4, 4))
+        first = kernels(schedule.forward)[0]
+        assert [call.target for call in first.kernel.calls].count(torch.ops.aten.select.int) == 1
+        return {one.kernel.structure for one in kernels(schedule.forward)}
+
+    assert structures(9) == structures(12)

@@ -133,6 +133,16 @@ class Session:
 
     on_first_batch: Callable[[Session, Arguments], None] | None = None
     """What the first batch is needed for before the training begins."""
+    sharded: ShardedModel | None = None
+    """What FSDP2 shards of the model, if it does; known once it has been called."""
+    gathers = False
+    """Whether parameters are only there while they are used."""
+    begins_with_root = False
+    """Whether a step begins with a module around those that are compiled, which says so."""
+    checking = False
+    """Whether a check runs the graphs now, and not the user."""
+    packs = False
+    """Whether a packed sequence has been captured."""
 
     def __init__(self, name: str, options: Options, *, mode: Mode = Mode.RUN, one_graph: bool = False) -> None:
         self.name = name
@@ -142,12 +152,8 @@ class Session:
         self.options = options
         self.checks = self.runs and checks_enabled()
         """Whether every graph is checked: see `encore.checking`."""
-        self.checking = False
-        """Whether a check runs the graphs now, and not the user."""
         self.graphs_keep_symbols: list[bool] = []
         """For each graph that was captured, whether it serves all sizes of what was to be traced with symbols."""
-        self.packs = False
-        """Whether a packed sequence has been captured."""
         self._outside = 0
         self.workspaces = Workspaces(run=self.runs)
         self.seconds = Seconds(run=self.runs)
@@ -183,12 +189,6 @@ class Session:
         self.why_plain = ""
         """Why calls that lead to gradients ran as plain PyTorch, if any did."""
         self._calls_running = 0
-        self.sharded: ShardedModel | None = None
-        """What FSDP2 shards of the model, if it does; known once it has been called."""
-        self.gathers = False
-        """Whether parameters are only there while they are used."""
-        self.begins_with_root = False
-        """Whether a step begins with a module around those that are compiled, which says so."""
         self.started: Arguments | None = None
         """The call of the model that runs, with its arguments, until a graph of it has been captured."""
         self.born = next(_births)

@@ -38,9 +38,9 @@ LEAST_SHAPES = 16
 """Shapes that are kept however many graphs each has: a model of more graphs than `MOST_GRAPHS` is not compiled again in
 every step."""
 
-MOST_CAPTURES = 8
-"""How often a callable with symbols may be captured (its guards depend on sizes) before further shapes get callables of
-their own."""
+MOST_CAPTURED = 8
+"""How many shapes of a callable with symbols may be captured, since its guards depend on sizes; beyond that, at most a
+half of all, or further shapes get callables of their own."""
 
 log = logging.getLogger("encore")
 
@@ -54,7 +54,14 @@ class SymbolicCallable:
     """One of the shapes."""
     dimensions: Dimensions
     """What differs."""
-    captures: int = 0
+    captured: int = 0
+    """Shapes for which it was captured."""
+    served: int = 0
+    """All shapes that it was called with."""
+
+    @property
+    def is_useful(self) -> bool:
+        return self.captured <= max(MOST_CAPTURED, self.served // 2)
 
     def serves(self, sizes: Sizes) -> bool:
         return is_within(sizes, self.like, self.dimensions)
@@ -143,8 +150,9 @@ class CompiledShapes:
                 del self._entries[sizes]
             raise
         kept = session.graphs_keep_symbols[captured:]
-        symbolic.captures += len(kept)
-        if not all(kept) or symbolic.captures > MOST_CAPTURES:
+        symbolic.served += 1
+        symbolic.captured += bool(kept)
+        if not all(kept) or not symbolic.is_useful:
             log.info("%s is captured for each shape: its code depends on sizes", session.name)
             self._traces_symbols = False
         return result

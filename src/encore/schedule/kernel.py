@@ -22,6 +22,8 @@ import torch
 from encore.graph import Graph, Op
 from encore.graph.values import Ref, map_refs
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -252,9 +254,15 @@ def is_describable(argument: Any) -> bool:
 def describe_kernel(graph: Graph, group: Group, over: Iterable[tuple[int, int]]) -> Kernel:
     """The kernel that runs a group; `over` pairs written values with dying operands."""
     numbers = {value: number for number, value in enumerate(group.reads)}
+    used = {value for op in group.ops for value in op.reads}.union(group.writes)
     calls = []
     for op in group.ops:
         local = functools.partial(_numbered, numbers)
+        if op.target is aten.unbind.int:
+            for part, call in _selected(op, used, local):
+                calls.append(call)
+                numbers[part] = len(numbers)
+            continue
         calls.append(
             KernelCall(
                 target=op.target,
@@ -275,6 +283,16 @@ def describe_kernel(graph: Graph, group: Group, over: Iterable[tuple[int, int]])
         layouts=tuple(graph.values[value].stride for value in group.writes),
         over=tuple((group.writes.index(written), numbers[operand]) for written, operand in over),
     )
+
+
+def _selected(op: Op, used: set[int], local: Callable[[int], Ref]) -> Iterator[tuple[int, KernelCall]]:
+    """A call for each used part of a tensor that is taken apart along a dimension. Taking all parts would make kernels
+    differ by their number, and those for two of them (time steps) by which one they read."""
+    base, *dim = map_refs(op.args, local)
+    for place, value in enumerate(op.writes):
+        if value in used and value is not None:
+            args = (base, op.kwargs.get("dim", dim[0] if dim else 0), place)
+            yield value, KernelCall(aten.select.int, args, kwargs=(), results=(True,), returns_tuple=False)
 
 
 def _numbered(numbers: dict[int, int], value: int) -> Ref:
