@@ -1,4 +1,4 @@
-"""The private API of PyTorch that capture and the compiler use; torch is pinned to one minor version for its sake.
+"""The private API of PyTorch that capture and the compiler use.
 
 `docs/architecture.md` lists what each file is for. Other files of `capture/` and `compiler/` import from here alone.
 """
