@@ -3,6 +3,7 @@
 - Operators whose workspace could not be measured: the prediction counts a bound.
 - Tensors on several accelerators: predictions and budgets are of their bytes together.
 - Outputs that are views of inputs: AOTAutograd runs part of their backward outside the graph, where it is not counted.
+- Annotations of PyTorch's for its own partitioner, which the planner does not use.
 - Code that asks whether it is being compiled. It is while Dynamo traces, and a model may then compute otherwise than in
   eager, with sums in another order. Mamba in transformers runs an associative scan instead of its loop over
   time steps, which changes the last bits of most of its gradients.
@@ -17,6 +18,7 @@ from types import CodeType
 import torch
 from torch import fx
 
+from encore.capture.torch_private import region_budgets
 from encore.cost import Workspaces
 from encore.devices import kind_of
 from encore.graph import Graph
@@ -53,11 +55,22 @@ def capture_notes(module: fx.GraphModule, traced: Iterable[CodeType]) -> list[st
             f"{views} of its outputs are views of inputs: part of their backward runs outside the graph, and the "
             "prediction does not count it"
         )
+    if budgets := region_budgets(module):
+        found.append(unused_budgets(budgets))
     if askers := asks_for_compilation(traced):
         found.append(
             f"code that asks whether it is compiled ({', '.join(askers)}) may compute in another order than in eager"
         )
     return found
+
+
+def unused_budgets(budgets: Iterable[float]) -> str:
+    """What is said of `region_activation_memory_budget` in a model."""
+    given = ", ".join(f"{budget:g}" for budget in budgets)
+    return (
+        f"torch.autograd.graph.region_activation_memory_budget({given}) is not used: it is a share of what PyTorch's "
+        'partitioner would save; give encore.compile budget= (bytes, or "60%" of the unplanned step) or overhead='
+    )
 
 
 def views_of_inputs(module: fx.GraphModule) -> int:

@@ -1,4 +1,4 @@
-"""The private API of PyTorch that capture and the compiler use; torch is pinned to one minor version for its sake.
+"""The private API of PyTorch that capture and the compiler use.
 
 `docs/architecture.md` lists what each file is for. Other files of `capture/` and `compiler/` import from here alone.
 """
@@ -27,6 +27,7 @@ from encore.capture.torch_private.dynamo import (
     is_forced_eager,
     outermost_codes,
     outside_compilation,
+    region_budgets,
     region_of,
     traced_code,
     warn_of_recurrent_layers,
@@ -154,6 +155,7 @@ __all__ = [
     "primals",
     "real_tensors",
     "recurrent_shapes",
+    "region_budgets",
     "region_of",
     "replaced_readers",
     "returned_outputs",
