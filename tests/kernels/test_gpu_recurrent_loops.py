@@ -93,7 +93,8 @@ def test_resets_step_by_step() -> None:
         check("LSTM", (6, 3, 5), stash, some_resets(6, 3), proj_size=2)
 
 
-@settings(max_examples=6, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_sizes(data: st.DataObject) -> None:
     kind: str = data.draw(st.sampled_from(KINDS))
@@ -164,6 +165,7 @@ def test_launches_of_chunks(launched: list[tuple[str, tuple[int, ...]]]) -> None
 def test_a_chunk_has_64_mib_of_gates() -> None:
     def rows(cell: str, keeps: bool) -> int:
         size = Size(cell, 512, 512, 1000, 64, keeps, torch.float32, "cuda", 0)
+        assert tuning.operator_rule(size) in tuning.layouts(size)
         return tuning.operator_rule(size).rows
 
     assert rows("lstm", True) == (64 << 20) // (4 * 512 * 4)
@@ -174,6 +176,7 @@ def test_a_chunk_has_64_mib_of_gates() -> None:
 # ---- programs that share a weight ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_step_by_step(
     kind: str, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, tuple[int, ...]]]
