@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +19,33 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64), nn.Tanh()).cuda()
 
 
-def test_kernels_are_compiled_and_launched() -> None:
-    x = torch.randn(512, 64, device="cuda")
-    eager = Scored(network())
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 16, 3), nn.GroupNorm(4, 16),
+        nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
+    ).cuda()  # fmt: skip
+
+
+def dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(), nn.Linear(256, 64), nn.LayerNorm(64)).cuda()
+
+
+def transformer() -> nn.Module:
+    return nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).cuda()
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(network, (512, 64)), (dropout, (512, 64)), (convolutions, (8, 3, 32, 32)), (transformer, (4, 32, 64))],
+)
+def test_kernels_are_compiled_and_launched(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    x = torch.randn(*shape, device="cuda")
+    eager = Scored(make())
     for _ in range(2):
         eager(x).backward()
         eager.zero_grad()
     plain = counted(lambda: eager(x).backward())
-    step = compiled_step(network(), [x], overhead=0)
+    step = compiled_step(make(), [x], overhead=0)
     assert step.counts.triton_launches > 0
     assert step.counts.launches + step.counts.triton_launches <= 1.1 * plain.launches
     assert step.measured <= step.predicted

@@ -1,6 +1,7 @@
 """Notes of the report on graphs for which a promise may not hold.
 
 - Operators whose workspace could not be measured: the prediction counts a bound.
+- Recurrent layers whose time loop is several launches a step on a GPU, where others' is one.
 - Tensors on several accelerators: predictions and budgets are of their bytes together.
 - Outputs that are views of inputs: AOTAutograd runs part of their backward outside the graph, where it is not counted.
 - Annotations of PyTorch's for its own partitioner, which the planner does not use.
@@ -22,6 +23,8 @@ from encore.capture.torch_private import region_budgets
 from encore.cost import Workspaces
 from encore.devices import kind_of
 from encore.graph import Graph
+from encore.graph.on_shapes import shaped_arguments
+from encore.rnn.gpu_loops import FORWARD, steps_why_of_call
 
 COMPILE_QUERIES = frozenset({"is_compiling", "is_dynamo_compiling", "is_torchdynamo_compiling"})
 """Functions that return whether code is being compiled, by name."""
@@ -33,6 +36,17 @@ def workspace_notes(graph: Graph, workspaces: Workspaces) -> list[str]:
     return [
         f"the workspace of {operator} is a bound ({reason}): the measured peak may differ from the predicted one"
         for operator, reason in workspaces.bounded(graph).items()
+    ]
+
+
+def loop_notes(graph: Graph) -> list[str]:
+    """Notes on recurrent layers of a planned graph that run step by step on a GPU."""
+    calls = [op for op in graph.ops if op.forward and op.target in FORWARD]
+    reasons = [steps_why_of_call(op.target, shaped_arguments(graph, op)) for op in calls]
+    return [
+        f"a recurrent layer runs step by step, with several launches for each: {reason}"
+        for reason in dict.fromkeys(reasons)
+        if reason is not None
     ]
 
 
