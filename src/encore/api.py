@@ -92,7 +92,7 @@ def _for_largest(model: Callable[..., Any], options: Options, batch: Any) -> Opt
 def _compile_module(model: nn.Module, session: Session) -> None:
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # copies of a module are not flat, and cuDNN would copy the weights at every call
+            module.flatten_parameters()  # copies of a module are not flat: cuDNN would copy their weights at every call
     before = model._compiled_call_impl
     if isinstance(before, CompiledCall) and before.session.bypass is not None:
         before.session.bypass.stop()
