@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from encore.kernels.gpu import has_gpu_kernels
+from encore.lower.kernels import Compilation, KernelStore
+from encore.schedule.kernel import Kernel
 from nullcuda.null_device import counted
 from nullcuda.steps import Scored, compiled_step
 
@@ -50,6 +52,25 @@ def test_kernels_are_compiled_and_launched(make: Callable[[], nn.Module], shape:
     assert step.counts.launches + step.counts.triton_launches <= 1.1 * plain.launches
     assert step.measured <= step.predicted
     assert step.report.graphs[0].kernels > 0
+
+
+def test_kernels_are_found_on_disk_by_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[KernelStore, list[Kernel], Compilation]] = []
+    compile_kernels = KernelStore.compile
+
+    def noted(store: KernelStore, kernels: Iterable[Kernel]) -> Compilation:
+        kernels = list(kernels)
+        asked.append((store, kernels, compile_kernels(store, kernels)))
+        return asked[-1][2]
+
+    monkeypatch.setattr(KernelStore, "compile", noted)
+    compiled_step(network(), [torch.randn(512, 64, device="cuda")], overhead=0)
+    monkeypatch.undo()
+    assert any(kernels for _, kernels, _ in asked)
+    for store, kernels, first in asked:
+        again = KernelStore(store.folder).compile(kernels)
+        assert (again.fresh, again.failed) == (0, {})
+        assert again.compiled.keys() == first.compiled.keys() == {kernel.key for kernel in kernels}
 
 
 @pytest.fixture
