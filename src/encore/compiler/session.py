@@ -121,6 +121,13 @@ _clock = _StepClock()
 class Session:
     """The compiled graphs of one model. Each forward notes itself, so that the report knows what makes up a step."""
 
+    sharded: ShardedModel | None = None
+    """What FSDP2 shards of the model, if it does; known once it has been called."""
+    gathers = False
+    """Whether parameters are only there while they are used."""
+    begins_with_root = False
+    """Whether a step begins with a module around those that are compiled, which says so."""
+
     def __init__(self, name: str, options: Options, *, mode: Mode = Mode.RUN, one_graph: bool = False) -> None:
         self.name = name
         self.mode = mode
@@ -167,12 +174,6 @@ class Session:
         self.why_plain = ""
         """Why calls that lead to gradients ran as plain PyTorch, if any did."""
         self._calls_running = 0
-        self.sharded: ShardedModel | None = None
-        """What FSDP2 shards of the model, if it does; known once it has been called."""
-        self.gathers = False
-        """Whether parameters are only there while they are used."""
-        self.begins_with_root = False
-        """Whether a step begins with a module around those that are compiled, which says so."""
         self.started: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
         """The call of the model that runs, with its arguments, until a graph of it has been captured."""
         self.born = next(_births)
@@ -315,6 +316,7 @@ class Session:
     def note_backward(self) -> None:
         if self.checking:
             return
+        self.step.backward_runs()
         _clock.backward_began = True
 
     def plans_of_step_so_far(self) -> list[Plan]:

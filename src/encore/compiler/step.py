@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -161,6 +162,9 @@ class StepPlanner:
         self.rehearsed: StepPlans | None = None
         """The plans of the step as it was rehearsed last."""
         self._may_rehearse = True
+        self._warned_of_several = False
+        self._forwards = 0
+        """Calls since the latest backward, if each is planned by itself."""
 
     @property
     def session(self) -> Session:
@@ -200,6 +204,7 @@ class StepPlanner:
         """The user calls the model. If backward has run since the last call, a step is over: plan its calls."""
         self._wanted = self.is_wanted
         if not self._wanted:
+            self._count_unbounded()
             return
         if self._backwards:
             self._finish()
@@ -211,6 +216,29 @@ class StepPlanner:
             self._end, self._awaits_end = 0, False
             self._observation = self.measured.begin(self.session, wanted=self._should_observe())
             self._records = self._records or self._observation is not None
+
+    def _count_unbounded(self) -> None:
+        """A call begins that is planned by itself. Warn if several keep activations at once, as the microbatches of a
+        pipeline stage do."""
+        session = self.session
+        if session.options.budget is None or not torch_private.has_ranks() or self._warned_of_several:
+            return
+        self._forwards += 1
+        kept = sum(plan.timeline.saved for plan in session.plans_of_step_so_far())
+        if self._forwards < 2 or not kept:
+            return
+        self._warned_of_several = True
+        warnings.warn(
+            f"encore: {session.name} was called {self._forwards} times before a backward, as stages of a pipeline are. "
+            f"With several ranks a budget bounds one call ({session.options.budget} here), and each further call that "
+            f"waits for its backward keeps {bytes_text(kept)} beside it: subtract that from the budget, or give it as "
+            "resident=",
+            stacklevel=2,
+        )
+
+    def backward_runs(self) -> None:
+        """A backward of the session runs."""
+        self._forwards = 0
 
     def rehearse(self) -> None:
         """A graph of the running call turns out to be a part of the step. If it is the first one, rehearse the step and
