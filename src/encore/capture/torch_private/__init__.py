@@ -50,7 +50,7 @@ from encore.capture.torch_private.joint_graph import (
 from encore.capture.torch_private.layer_shapes import recurrent_shapes
 from encore.capture.torch_private.layers import captured_layers
 from encore.capture.torch_private.messages import messages_after_graphs
-from encore.capture.torch_private.process import first_value, has_pipelines, has_ranks
+from encore.capture.torch_private.process import first_value, has_ranks
 from encore.capture.torch_private.replacements import Replacement, constructed_as, replaced_readers, traced_as
 from encore.capture.torch_private.saved_tensors import top_saved_tensors_hooks, without_top_saved_tensors_hooks
 from encore.capture.torch_private.sharding import (
@@ -128,7 +128,6 @@ __all__ = [
     "graph_break",
     "graph_in_place_of",
     "guard_hooks",
-    "has_pipelines",
     "has_ranks",
     "has_symbols",
     "hint_of",
