@@ -17,7 +17,7 @@ import encore
 from benchmarks.workloads import tiny
 from encore.reports import table
 from encore.reports.profile import Profile
-from encore.reports.report import DecisionRow, GraphRow, Prediction
+from encore.reports.report import DecisionRow, DeviceRow, GraphRow, Prediction
 from encore.reports.steps import MeasuredStep, PlainLine
 from encore.reports.table import LISTED_ROWS, common_path, fold
 from encore.units import bytes_text, seconds_text
@@ -111,6 +111,7 @@ def test_json_holds_the_whole_report() -> None:
     )
     data |= {key: prediction(data[key]) for key in ("planned", "unplanned")} | {"plain": tuple(data["plain"])}
     data["pareto"] = tuple(map(tuple, data["pareto"]))
+    data["devices"] = tuple(DeviceRow(**row) for row in data["devices"])
     assert encore.Report(**data, decisions=rows, graphs=graphs) == report
 
 

@@ -12,8 +12,8 @@ import torch
 
 from encore.cost.allocations import measure_accelerator, measure_cpu
 from encore.cost.domains import Fill, fill_by_default, operand_domains
-from encore.cost.torch_private import allocator_history
 from encore.devices import generators_kept, kind_of
+from encore.devices.torch_private import allocator_history
 from encore.graph import Graph, Op, OpClass
 from encore.graph.ops import OUT_ARGUMENT, OUT_VARIANT, WRITES_FIRST
 from encore.graph.values import Value, map_refs, span_bytes, span_elements

@@ -1,5 +1,4 @@
-"""The private API of PyTorch that costs use: the profiler, started for memory alone, without recording operators; and
-the history of accelerators' allocators.
+"""The private API of PyTorch that costs use: the profiler, started for memory alone, without recording operators.
 
 Its public interface has no such mode. It reports every allocation and release of the CPU allocator. It can also record
 operators and Python calls with them, and then knows which line allocates.
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -73,33 +71,3 @@ class AllocatorEvents:
         if self._lines:
             self.forbids_hooks = calls(roots, "disable_saved_tensors_hooks")
         return placed_events(roots)
-
-
-@dataclass(slots=True)
-class AllocatorHistory:
-    """What an accelerator's allocator was asked for, in order: what was done, bytes, address."""
-
-    events: list[tuple[str, int, int]] = field(default_factory=list)
-    known: bool = False
-    """Whether it was recorded: not while the user records it."""
-
-
-MOST_EVENTS = 100_000
-
-
-@contextlib.contextmanager
-def allocator_history(device: torch.device) -> Iterator[AllocatorHistory]:
-    """Record what is asked of a device's allocator; the history is complete at the end."""
-    found = AllocatorHistory()
-    if torch._C._cuda_isHistoryEnabled():
-        yield found
-        return
-    torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=MOST_EVENTS)
-    try:
-        yield found
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
-        traces = torch.cuda.memory._snapshot()["device_traces"][index]
-        found.events += [(one["action"], one["size"], one["addr"]) for one in traces]
-        found.known = len(found.events) < MOST_EVENTS
-    finally:
-        torch.cuda.memory._record_memory_history(None)

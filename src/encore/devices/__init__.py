@@ -1,8 +1,9 @@
 """Devices: what differs between them, those that this process uses, and GPUs that need not be here.
 
 `KINDS` is the table of what differs. Code elsewhere speaks `torch.accelerator`, `torch.Stream` and `torch.Event`;
-`torch.cuda` is used in `accelerator.py` alone. GPUs that are not here are profiles as data, with the rules by which
-CUDA's caching allocator reserves memory and the operators that run on CUDA where the CPU has others.
+`torch.cuda` is used in `accelerator.py` alone, and its private API in `torch_private.py`. GPUs that are not here are
+profiles as data, with the rules by which CUDA's caching allocator reserves memory and the operators that run on CUDA
+where the CPU has others.
 
 What a model does on a device is not here: `compiler/device_step.py` runs a step on fake tensors and asks this room.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -54,6 +55,11 @@ def free_bytes(device: str | torch.device, *, cached: bool = False) -> int:
     if cached:
         free += torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
     return free
+
+
+def memory_segments(index: int) -> list[dict[str, Any]]:
+    """The segments that PyTorch has reserved on a CUDA device, as it describes them."""
+    return [one for one in torch.cuda.memory_snapshot(include_traces=False) if one["device"] == index]
 
 
 def default_generator(device: str | torch.device) -> torch.Generator:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from encore.devices.accelerator import memory_segments
 from encore.devices.caching_allocator import ReservedSegment
 from encore.devices.kinds import KINDS, kind_of
 from encore.devices.profiles import PROFILES
@@ -81,9 +82,8 @@ def memory_of(device: str) -> DeviceMemory:
     index = torch.accelerator.current_device_index() if found.index is None else found.index
     product_workspace_of(index)
     release_cached()
-    segments = [one for one in torch.cuda.memory_snapshot(include_traces=False) if one["device"] == index]
     free, total = torch.accelerator.get_memory_info(found)
-    return DeviceMemory(device, tuple(map(_segment, segments)), free, total, product_workspace_of(index))
+    return DeviceMemory(device, tuple(map(_segment, memory_segments(index))), free, total, product_workspace_of(index))
 
 
 def _segment(found: dict[str, object]) -> ReservedSegment:
