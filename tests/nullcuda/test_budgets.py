@@ -77,7 +77,7 @@ def check_capacity(seed: int) -> None:
         train(model, shape, optimizer)
         row, reserved = on_gpu(model), torch.cuda.memory_reserved()
         assert row.reserved is not None
-        assert reserved <= row.reserved <= max(1.03 * reserved, reserved + 2 * MIB)
+        assert reserved <= row.reserved <= max(1.06 * reserved, reserved + 2 * MIB)
         assert row.reserved <= budget == row.limit
         del model, optimizer
         clean()
