@@ -43,7 +43,8 @@ test-cuda-all: $(CUDA_STAMP)
 	$(ON_NULL_DEVICE) -m nullcuda
 
 # A smoke suite with another version of PyTorch, on the CPU, in an environment of its own (1.6 GB). The registry's plain
-# wheel is the CUDA build: libraries that answer "no device" take the place of CUDA's.
+# wheel is the CUDA build: libraries that answer "no device" take the place of CUDA's, and pip's complaints that CUDA's
+# packages are missing are expected.
 VERSION ?= 2.15.0
 TORCH_VENV := .venv-torch-$(VERSION)
 TORCH_STAMP := $(TORCH_VENV)/.installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -12,9 +13,10 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import encore
-from support.compare_with_eager import assert_same, assert_verified
+from support.compare_with_eager import assert_matches_eager, assert_same, assert_verified
 
 
 def predicted_and_measured(model: nn.Module, x: torch.Tensor, lowering: str) -> tuple[int, int]:
@@ -257,3 +259,29 @@ def test_sizes_among_the_outputs_of_torch_compile(lowering: str) -> None:
         result, doubled, successor, zeros = function(torch.randn(rows, 4), weight, count)
         result.sum().backward()
         assert (doubled, successor, len(zeros)) == (2 * rows, count + 1, rows + 1)
+
+
+def test_a_checkpoint_policy_is_obeyed(lowering: str) -> None:
+    """Products are kept, as the policy says, and everything else in the region is recomputed."""
+
+    def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                [nn.Sequential(nn.Linear(32, 256), nn.Softplus(), nn.Tanh(), nn.Linear(256, 32)) for _ in range(3)]
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            return x
+
+    planned = assert_matches_eager(Model(), torch.randn(64, 32), lowering=lowering)
+    actions = {(row.module.rpartition(".")[2], row.action) for row in encore.report(planned).decisions}
+    assert {("0", "keep"), ("2", "recompute")} <= actions
+    assert ("0", "recompute") not in actions

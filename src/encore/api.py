@@ -145,6 +145,9 @@ def _called(model: Callable[..., Any]) -> list[Callable[..., Any]]:
 
 
 def _compile_module(model: nn.Module, session: Session) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # copies of a module are not flat: cuDNN would copy their weights at every call
     before = model._compiled_call_impl
     if isinstance(before, CompiledCall) and before.session.bypass is not None:
         before.session.bypass.stop()

@@ -314,3 +314,22 @@ def test_an_error_in_backward_leaks_nothing_and_the_next_step_works(
     monkeypatch.setattr(Failing, "wanted", False)
     reference = both(models, step)
     assert reference() is None
+
+
+def test_an_output_that_the_plan_laid_into_another_tensor_is_no_view(lowering: str) -> None:
+    one, other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = one(x.tanh()) + other(x.tanh())  # added into the product, of which it is a view
+        return made
+
+    results = []
+    for called in (function, encore.compile(function, lowering=lowering)):
+        x = torch.arange(160.0).view(4, 5, 8).div(160).requires_grad_()
+        made = called(x)
+        assert made._base is None
+        made += 1
+        made.square().sum().backward()
+        results.append((made.detach(), x.grad))
+    for have, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(have, want)

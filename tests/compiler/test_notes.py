@@ -108,3 +108,23 @@ def test_a_custom_operator_is_reported() -> None:
     assert note.startswith(
         "the workspace of encore_tests.doubled.default is a bound (none is counted: custom operators"
     )
+
+
+class Annotated(nn.Module):
+    """A model with a budget for PyTorch's own partitioner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.region_activation_memory_budget(0.25):
+            return torch.tanh(self.layer(x)).sum()
+
+
+def test_a_budget_of_pytorchs_own_gets_a_warning_and_a_note() -> None:
+    planned = encore.compile(Annotated(), lowering="eager")
+    with pytest.warns(UserWarning, match=r"region_activation_memory_budget\(0\.25\) is not used.*budget="):
+        planned(torch.randn(4, 8)).backward()
+    (graph,) = encore.report(planned).graphs
+    assert any("region_activation_memory_budget(0.25)" in note for note in graph.notes)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from encore.cost.lines import is_users
+from encore.cost.lines import Place, PlacedEvent, is_users, own_events
 from encore.cost.observation import AliveBlock, Observation
 
 HERE = Path(__file__).name
@@ -126,3 +126,10 @@ def test_releases_of_what_was_there_before_are_not_taken_for_the_steps() -> None
     segments = observation.stop()
     assert segments is not None
     assert segments[0].end == kept.nbytes
+
+
+def test_memory_that_is_used_again_was_freed_by_a_thread_that_is_not_observed() -> None:
+    seen = [(100, 0x1000), (50, 0x2000), (80, 0x1010), (-50, 0x2000), (30, 0x1060)]
+    events = [PlacedEvent(time, size, address, Place()) for time, (size, address) in enumerate(seen)]
+    own = [(event.bytes, event.address) for event in own_events(events)]
+    assert own == [(100, 0x1000), (50, 0x2000), (-100, 0x1000), (80, 0x1010), (-50, 0x2000), (30, 0x1060)]

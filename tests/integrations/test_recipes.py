@@ -13,13 +13,14 @@ import encore
 from support.host_loops import host_warnings, lightning_module
 from support.host_models import build
 from support.lightning_loop import import_lightning
+from support.sharded_models import LanguageModel, batch, run_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
 
 
 def recipe(title: str) -> str:
-    """The first example below a heading."""
-    found = re.search(rf"^## {title}\n.*?```python\n(.*?)```", PAGE, re.MULTILINE | re.DOTALL)
+    """The first example below a heading, of either level."""
+    found = re.search(rf"^##+ {title}\n.*?```python\n(.*?)```", PAGE, re.MULTILINE | re.DOTALL)
     assert found
     return found[1]
 
@@ -59,3 +60,23 @@ def test_accelerate() -> None:
     run("accelerate", {"model": model, "loader": loader, "torch": torch})
     assert encore.report(model).budget == 2**20
     assert encore.report(model).beside > 0
+
+
+def fsdp2(rank: int) -> tuple[int, int]:
+    """Run the recipe on one of two processes; return its budget, and what its step takes."""
+    torch.manual_seed(0)
+    model = LanguageModel()
+    run("FSDP2", {"model": model, "loader": [batch(rank, step) for step in range(5)], "torch": torch})
+    report = encore.report(model)
+    return int(report.budget or 0), report.resident + report.planned.step_peak
+
+
+@pytest.mark.slow
+def test_fsdp2(tmp_path: Path) -> None:
+    for budget, taken in run_ranks(fsdp2, tmp_path):
+        assert 0 < taken <= budget == 5 * 2**20
+
+
+def test_before_there_are_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    run("Before there are GPUs", {"torch": torch, "encore": encore, "build_model": LanguageModel})
+    assert "on each of 64 ranks (FSDP2)" in capsys.readouterr().out

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 from encore.rnn import gpu_loops, tuning
 from encore.rnn.gpu_loops import LoopGrid, loop_grid, steps_why
 from encore.rnn.tuning import Size
-from support.gpu_kernels import compiled, interpreted, kernels_of, programs_together
+from support.gpu_kernels import TARGETS, compiled, interpreted, kernels_of, programs_together, triton
 from support.recurrent_pairs import KINDS, assert_as_torch, everything, kernels, pair
 from support.rounding import assert_close
 from support.segments import expected, found_by, some_resets, some_states
@@ -90,7 +93,8 @@ def test_resets_step_by_step() -> None:
         check("LSTM", (6, 3, 5), stash, some_resets(6, 3), proj_size=2)
 
 
-@settings(max_examples=6, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_sizes(data: st.DataObject) -> None:
     kind: str = data.draw(st.sampled_from(KINDS))
@@ -161,6 +165,7 @@ def test_launches_of_chunks(launched: list[tuple[str, tuple[int, ...]]]) -> None
 def test_a_chunk_has_64_mib_of_gates() -> None:
     def rows(cell: str, keeps: bool) -> int:
         size = Size(cell, 512, 512, 1000, 64, keeps, torch.float32, "cuda", 0)
+        assert tuning.operator_rule(size) in tuning.layouts(size)
         return tuning.operator_rule(size).rows
 
     assert rows("lstm", True) == (64 << 20) // (4 * 512 * 4)
@@ -171,6 +176,7 @@ def test_a_chunk_has_64_mib_of_gates() -> None:
 # ---- programs that share a weight ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_step_by_step(
     kind: str, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, tuple[int, ...]]]
@@ -221,25 +227,60 @@ def test_who_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- machine code --------------------------------------------------------------------------------------------------
 
 
-def test_meetings_in_machine_code(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+TYPES = {
+    **dict.fromkeys(("inputs", "bias", "weight", "before", "after", "cell", "cells", "entering"), "*fp32"),
+    **dict.fromkeys(("grad_state", "grad_gates", "grad_cell", "previous"), "*fp32"),
+    **dict.fromkeys(("output", "gates", "grad_output"), "*bf16"),
+    **dict.fromkeys(("begin", "end", "count", "batch", "hidden", "grad_step", "grad_stride"), "i32"),
+    "resets": "*i1",
+    "meeting": "*i32",
+}
+
+
+def machine_code(name: str, programs: int, precision: str, capability: int) -> Any:
+    """A loop as it is launched."""
+    tile = {"ROWS": gpu_loops.ROWS, "UNITS": gpu_loops.UNITS, "DEPTH": gpu_loops.DEPTH, "PRECISION": precision}
+    constants = {"RELU": False, "REVERSE": False, "PROGRAMS": programs, **tile}
+    options = {"num_warps": gpu_loops.WARPS, "num_stages": LoopGrid(1, programs).stages}
+    return compiled(kernels_of("recurrent_loops")[name], TYPES, constants, capability, **options)
+
+
+def test_meetings_in_machine_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A barrier of threads, an atomic sum that all of the device sees, and a barrier again; no meeting for a single
     program; and states of other programs are read past the first cache."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    types = {
-        **dict.fromkeys(("inputs", "bias", "weight", "before", "after", "output"), "*fp32"),
-        **dict.fromkeys(("begin", "end", "count", "batch", "hidden"), "i32"),
-        "resets": "*i1",
-        "meeting": "*i32",
-    }
-    constants = {"RELU": False, "REVERSE": False, "ROWS": 16, "UNITS": 32, "DEPTH": 32, "PRECISION": "ieee"}
-    kernel = kernels_of("recurrent_loops")["elman_loop"]
-    shared, alone = (
-        compiled(kernel, types, {**constants, "PROGRAMS": count}, 80, num_stages=LoopGrid(1, count).stages).asm["ptx"]
-        for count in (8, 1)
-    )
+    shared, alone = (machine_code("elman_loop", count, "ieee", 80).asm["ptx"] for count in (8, 1))
     first = shared.index("atom.global.gpu.acq_rel.add.u32")
     assert "bar.sync" in shared[shared.rindex("st.global", 0, first) : first]
     assert "bar.sync" in shared[shared.rindex("atom.global.gpu.acq_rel.add.u32") :]
     assert "atom" not in alone
     assert "ld.global.cg" in shared
     assert "cp.async" not in shared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize("name", kernels_of("recurrent_loops"))
+def test_loops_fit_into_a_processor(
+    name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Shared memory that every GPU from 8.0 on has, and registers with next to nothing beside them."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for programs in (1, 8):
+        for precision in ("ieee", "tf32"):
+            kernel = machine_code(name, programs, precision, capability)
+            assert kernel.metadata.shared <= 99 << 10
+            source = tmp_path / "loop.ptx"
+            source.write_text(kernel.asm["ptx"])
+            command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={_architecture(kernel)}", str(source)]
+            said = subprocess.run([*command, "-o", str(tmp_path / "loop.cubin")], capture_output=True, check=True)
+            (registers,) = re.findall(rb"Used (\d+) registers", said.stderr)
+            (spilled,) = re.findall(rb"(\d+) bytes spill stores", said.stderr)
+            assert int(registers) <= 255
+            assert int(spilled) <= 64
+
+
+def _architecture(kernel: Any) -> str:
+    found = re.search(r"\.target (sm_\w+)", kernel.asm["ptx"])
+    assert found is not None
+    return found[1]

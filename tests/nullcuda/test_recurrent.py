@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_the_reserve_is_the_one_that_cudnn_asks_for() -> None:
     reserve = output.grad_fn._saved_result3
     shapes = tuple(tuple(weight.shape) for weight in model.parameters())
     state = (2, 8, 64)
-    options = (4, 2, 2, False, 0.0, True)
+    options = (4, 2, 2, False, 0.0, True, True)
     assert cudnn._reserve_bytes((20, 8, 32), state, state, shapes, options, x.dtype, x.device) == reserve.nbytes > 0
 
 
@@ -93,6 +94,30 @@ def test_autocast_runs_in_half_precision() -> None:
     assert output.dtype is torch.float16
     output.sum().backward()
     assert all(weight.grad is not None and weight.grad.dtype is torch.float32 for weight in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["lstm", "both ways"])
+def test_a_copy_of_a_layer_is_within_its_prediction(name: str) -> None:
+    """Its weights are not in one buffer."""
+    step = compiled_step(copy.deepcopy(layer(name)), [torch.randn(20, 8, 32, device="cuda")], overhead=0)
+    assert step.measured <= step.predicted <= 1.01 * step.measured
+
+
+@pytest.mark.parametrize("options", [{"overhead": 0}, {"budget": "min"}], ids=str)
+def test_autocast_is_within_its_prediction(options: dict[str, Any]) -> None:
+    """Weights are cast, and the casts copied to one buffer."""
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer("lstm")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cuda", torch.float16):
+                return as_loss(self.layer(x)).float()
+
+    step = compiled_step(Cast(), [torch.randn(20, 8, 32, device="cuda")], **options)
+    assert step.measured <= step.predicted <= 1.01 * step.measured
 
 
 def test_a_layer_inside_a_model() -> None:

@@ -14,6 +14,7 @@ from nullcuda.noted_tiers import NotedTiers
 from nullcuda.null_device import counted, counts, device_with, late_fill, watched
 
 BYTES = 1 << 16
+LARGE = 48 << 20
 LATE = 20_000
 """Microseconds after which a kernel writes."""
 
@@ -172,7 +173,7 @@ def test_a_parcel_of_two_devices(tier: Tier) -> None:
 
 
 def test_a_load_that_is_out_of_memory_can_be_repeated(tier: Tier) -> None:
-    parcel = tier.store([torch.zeros(8 << 20, dtype=torch.uint8, device="cuda")])
+    parcel = tier.store([torch.empty(LARGE, dtype=torch.uint8, device="cuda")])
     tier.wait_for(parcel)
     torch.accelerator.synchronize()
     tier.ready(0)
@@ -182,4 +183,25 @@ def test_a_load_that_is_out_of_memory_can_be_repeated(tier: Tier) -> None:
             with pytest.raises(torch.OutOfMemoryError):
                 tier.load(parcel)
     (loaded,) = tier.load(parcel)
-    assert loaded.nbytes == 8 << 20
+    assert loaded.nbytes == LARGE
+
+
+def of_side_streams() -> set[int]:
+    """The addresses of what is reserved for other streams than the default one."""
+    return {segment["address"] for segment in torch.cuda.memory_snapshot() if segment["stream"] != 0}
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels last", "plain"])
+def test_dense_tensors_are_copied_without_memory_of_the_side_streams(tier: Tier, layout: str) -> None:
+    x = torch.arange(2.0 * 3 * 64 * 64).view(2, 3, 64, 64)
+    x = x.to(memory_format=torch.channels_last) if layout == "channels last" else x.mT if layout == "transposed" else x
+    there = x.cuda()
+    assert there.stride() == x.stride()
+    before = of_side_streams()
+    parcel = tier.store([there])
+    tier.wait_for(parcel)
+    del there
+    (loaded,) = tier.load(parcel)
+    assert of_side_streams() <= before
+    assert loaded.stride() == x.stride()
+    assert torch.equal(loaded.cpu(), x)

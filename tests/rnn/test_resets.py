@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @both_kernels
-@pytest.mark.parametrize("stash", ["fast", 1, 3])
+@pytest.mark.parametrize("stash", ["fast", pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_segments_are_sequences(kind: str, options: dict[str, Any], stash: str | int, steps: ModuleType) -> None:

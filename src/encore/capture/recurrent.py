@@ -142,9 +142,10 @@ def _by_cudnn(operator: Any, call: AtenLayerCall) -> tuple[Tensor, ...] | None:
     if torch_private.is_transformed() or not cudnn.is_supported(tensors):
         return None
     x, states, params = tensors[0], tensors[1 : 1 + len(states)], tensors[1 + len(states) :]
+    flat = all(one is other for one, other in zip(params, call.params, strict=True))  # casts have memory of their own
     output, *ended = cudnn.run_cudnn(
         operator.overloadpacket.__name__, x.transpose(0, 1) if call.batch_first else x, states, params,
-        layers=call.num_layers, bidirectional=call.bidirectional, dropout=call.dropout, train=call.train,
+        layers=call.num_layers, bidirectional=call.bidirectional, dropout=call.dropout, train=call.train, flat=flat,
     )  # fmt: skip
     return (output.transpose(0, 1) if call.batch_first else output, *ended)
 

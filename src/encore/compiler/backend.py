@@ -28,7 +28,7 @@ from encore.capture.unused_outputs import NotOptionalError, Tangents, Used, can_
 from encore.compiler.call_plans import CallPlans
 from encore.compiler.captured import Captured
 from encore.compiler.first_call import CheckedCall
-from encore.compiler.notes import capture_notes
+from encore.compiler.notes import capture_notes, unused_budgets
 from encore.compiler.pipeline import compile_captured, plan_calls
 from encore.compiler.session import CapturedGraph, PlainGraph, Session
 from encore.compiler.sized_runner import SizedRunner
@@ -124,6 +124,8 @@ class GraphCompilation:
         self.module = module
         self.inputs = inputs
         self.notes = capture_notes(module, torch_private.traced_code())
+        if budgets := torch_private.region_budgets(module):
+            warnings.warn(f"encore: {unused_budgets(budgets)}", stacklevel=2)
         self.name = f"graph {session.captured_so_far + len(session.plain)}"
         self.runner: GraphRunner | SizedRunner | RecordedGraph | None = None
         self.symbolic: SymbolicJoint | None = None

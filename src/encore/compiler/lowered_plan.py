@@ -8,7 +8,7 @@ import logging
 from encore.capture import torch_private
 from encore.compiler.captured import Captured
 from encore.compiler.chosen_plan import Fitting
-from encore.compiler.notes import device_notes, workspace_notes
+from encore.compiler.notes import device_notes, loop_notes, workspace_notes
 from encore.compiler.observers import link_lessons, lossy_check
 from encore.compiler.session import CapturedGraph
 from encore.compiler.stage_clock import StageClock, collector_paused
@@ -71,6 +71,7 @@ def lower_plan(fitting: Fitting, unplanned: Plan, clock: StageClock) -> Variant:
         choices=tuple(offer.peak_and_overhead for offer in worth_having(offers)),
         notes=(
             *workspace_notes(plan.schedule.graph, session.workspaces),
+            *loop_notes(plan.schedule.graph),
             *device_notes(plan.schedule.graph),
             *captured.notes,
         ),

@@ -341,6 +341,7 @@ class Session:
     def note_backward(self) -> None:
         if self.checking:
             return
+        self.step.backward_runs()
         _clock.backward_began = True
 
     def plans_of_step_so_far(self) -> list[Plan]:

@@ -46,7 +46,7 @@ from encore.compiler.step_calls import Call, Program, arounds, outside_peak, ste
 from encore.cost.observation import Observation, Segment
 from encore.errors import BudgetError
 from encore.plan.budget import budget_error, stack_plans
-from encore.plan.calls import Around, CallCosts, SharedBudget, SharedChoice
+from encore.plan.calls import Around, SharedBudget, SharedChoice
 from encore.reports.steps import MeasuredStep
 from encore.units import bytes_text
 
@@ -90,7 +90,9 @@ class StepPlanner:
         self.rehearsed: StepPlans | None = None
         """The plans of the step as it was rehearsed last."""
         self._may_rehearse = True
-        self._warned_of_pending = False
+        self._warned_of_several = False
+        self._forwards = 0
+        """Calls since the latest backward, if each is planned by itself."""
 
     @property
     def session(self) -> Session:
@@ -104,7 +106,7 @@ class StepPlanner:
         session = self.session
         options = session.options
         planned = session.runs and not session.one_graph and options.plan is None
-        alone = session.sharded is not None or not torch_private.has_ranks() or torch_private.has_pipelines()
+        alone = session.sharded is not None or not torch_private.has_ranks()
         return planned and options.budget is not None and alone
 
     @property
@@ -135,9 +137,9 @@ class StepPlanner:
         """The user calls the model. If backward has run since the last call, a step is over: plan its calls."""
         self._wanted = self.is_wanted
         if not self._wanted:
+            self._count_unbounded()
             return
         if self._backwards:
-            self._warn_of_pending([call for call in self.calls if call.is_pending])
             self._finish()
         else:
             self.calls = [call for call in self.calls if call.is_pending]
@@ -148,20 +150,28 @@ class StepPlanner:
             self._observation = self.measured.begin(self.session, wanted=self._should_observe())
             self._records = self._records or self._observation is not None
 
-    def _warn_of_pending(self, pending: Sequence[Call]) -> None:
-        """Warn of calls that wait for their backward while a new step begins: what they keep is in no plan of it."""
-        if self._warned_of_pending or not pending:
+    def _count_unbounded(self) -> None:
+        """A call begins that is planned by itself. Warn if several keep activations at once, as the microbatches of a
+        pipeline stage do."""
+        session = self.session
+        if session.options.budget is None or not torch_private.has_ranks() or self._warned_of_several:
             return
-        self._warned_of_pending = True
-        kept = sum(CallCosts.of(call.captured.plan).saved for call in pending)
-        budget = self.session.options.budget
+        self._forwards += 1
+        kept = sum(plan.timeline.saved for plan in session.plans_of_step_so_far())
+        if self._forwards < 2 or not kept:
+            return
+        self._warned_of_several = True
         warnings.warn(
-            f"encore: {self.session.name} was called again after a backward while {len(pending)} earlier calls wait "
-            f"for theirs, as in pipeline schedules such as 1F1B. They keep {bytes_text(kept)}, which the budget of "
-            f"{budget} does not bound: it bounds the calls between two backwards. Compile with a budget that is lower "
-            "by that much (resident=), or use a schedule that runs all forwards first (GPipe)",
+            f"encore: {session.name} was called {self._forwards} times before a backward, as stages of a pipeline are. "
+            f"With several ranks a budget bounds one call ({session.options.budget} here), and each further call that "
+            f"waits for its backward keeps {bytes_text(kept)} beside it: subtract that from the budget, or give it as "
+            "resident=",
             stacklevel=2,
         )
+
+    def backward_runs(self) -> None:
+        """A backward of the session runs."""
+        self._forwards = 0
 
     def rehearse(self) -> None:
         """A graph of the running call turns out to be a part of the step. If it is the first one, rehearse the step and

@@ -1,4 +1,4 @@
-"""The private API of PyTorch that graphs, and the rooms built on them, use; torch is pinned for its sake.
+"""The private API of PyTorch that graphs, and the rooms built on them, use.
 
 Operators of graphs are `OpOverload`s, arguments are flattened by `pytree`, shapes are computed on fake tensors, and a
 `TorchDispatchMode` sees every operator that runs.

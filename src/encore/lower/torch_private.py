@@ -1,5 +1,4 @@
-"""The private API of PyTorch that lowering uses: Inductor, which compiles kernels, and the dispatcher. Torch is pinned
-to one minor version for its sake.
+"""The private API of PyTorch that lowering uses: Inductor, which compiles kernels, and the dispatcher.
 
 What is relied upon: `compile_fx_inner` turns a graph of aten operators into the text of a Python module, in which
 `call(args)` allocates the results and calls C++ functions that the text defines through `AsyncCompile.cpp_pybinding`

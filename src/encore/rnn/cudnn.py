@@ -30,22 +30,25 @@ GUESSED_UNITS = 2
 """Numbers a unit and step in the reserve, beyond the gates."""
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-OPTIONS = "int stride, int mode, int layers, bool bidirectional, float dropout, bool train"
-"""`stride` is the number of weights of a layer and direction."""
+OPTIONS = "int stride, int mode, int layers, bool bidirectional, float dropout, bool train, bool flat"
+"""`stride` is the number of weights of a layer and direction; `flat` is whether the weights are expected to be views of
+one buffer, as a module's are: other weights are copied to one, which is a workspace."""
 OPERANDS = f"Tensor x, Tensor h0, Tensor? c0, Tensor[] weights, {OPTIONS}"
-TAKEN = 10
+TAKEN = 11
 
 
 def run_cudnn(
     kind: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], *, layers: int, bidirectional: bool,
-    dropout: float, train: bool,
+    dropout: float, train: bool, flat: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The output and the last states of recurrent layers, by cuDNN."""
     stride = len(weights) // (layers * (2 if bidirectional else 1))
     h0, c0 = states[0], states[1] if len(states) > 1 else None
     dropout = dropout if layers > 1 and train else 0.0
     operator = torch.ops.encore.cudnn_layers_dropout if dropout else torch.ops.encore.cudnn_layers
-    output, h_n, c_n, _ = operator(x, h0, c0, list(weights), stride, MODES[kind], layers, bidirectional, dropout, train)
+    output, h_n, c_n, _ = operator(
+        x, h0, c0, list(weights), stride, MODES[kind], layers, bidirectional, dropout, train, flat
+    )
     return (output, h_n) if c0 is None else (output, h_n, c_n)
 
 
@@ -120,7 +123,7 @@ def _dropout_state(device: torch.device, dropout: float) -> Tensor:
 
 
 def _forward(x: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor], *options: Any) -> tuple[Tensor, ...]:
-    stride, mode, layers, bidirectional, dropout, train = options
+    stride, mode, layers, bidirectional, dropout, train, _ = options
     hidden, projection = _sizes(h0, weights, mode)
     with torch.accelerator.device_index(x.device.index):
         buffer, views = _flat(h0, weights, options)
@@ -135,7 +138,7 @@ def _forward(x: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor], *o
 def _fake_forward(
     x: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor], *options: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    bidirectional, _, train = options[3:]
+    bidirectional, _, train, _ = options[3:]
     output = x.new_empty((*x.shape[:2], h0.shape[2] * (2 if bidirectional else 1)))
     c_n = x.new_empty(0) if c0 is None else c0.new_empty(c0.shape)
     reserve = _reserve_bytes(
@@ -187,7 +190,7 @@ def _differentiate(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     grads, (x, h0, c0, weights, output, reserve, *options) = args[:3], args[3:]
-    stride, mode, layers, bidirectional, dropout, train = options
+    stride, mode, layers, bidirectional, dropout, train, _ = options
     if not train:
         raise RuntimeError("cudnn RNN backward can only be called in training mode")
     hidden, projection = _sizes(h0, weights, mode)
@@ -212,12 +215,12 @@ def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _made_up(first: int) -> Any:
-    """Made-up weights lie in one buffer, as a module's do; forward's reserve is real, for backward."""
+    """Made-up weights lie in one buffer if the step's do; forward's reserve is real, for backward."""
 
     def made_up(args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, h0, c0, weights = args[first : first + 4]
         options = args[4:] if first == 0 else args[first + 6 :]
-        _, views = _flat(h0, weights, options)
+        views = _flat(h0, weights, options)[1] if options[-1] else list(weights)
         if first == 0:
             return (*args[:3], views, *options)
         output, *_, reserve = _forward(x, h0, c0, views, *options)

@@ -16,7 +16,9 @@ Layers that project h and packed sequences of several lengths take a product and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +34,7 @@ ALONE = 1 << 20
 MOST_STEPS = 1 << 14
 """Of a launch: where a display is attached, a launch of seconds is ended."""
 GATES = {"lstm": 4, "gru": 3, "elman": 1}
+FORWARD = {getattr(torch.ops.encore, f"{cell}_forward").default: cell for cell in GATES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,23 @@ def steps_why(
     if is_here(device) and loop_grid(cell, batch, hidden, dtype, device) is None:
         return f"{batch} rows of {hidden} units are too many for the device's processors"
     return None
+
+
+def steps_why_of_call(target: Any, arguments: Sequence[Any]) -> str | None:
+    """The same for a call of a layer's forward operator, from the shapes of its arguments; None for other operators."""
+    cell = FORWARD.get(target)
+    if cell is None:
+        return None
+    named = dict(zip((each.name for each in target._schema.arguments), arguments, strict=False))
+    x, h0, w_hh, sizes = named["x"], named["h0"], named["w_hh"], named["batch_sizes"]
+    device = torch.device(x.device)
+    if device.type != "cuda" or (sizes is None and x.shape[0] == 1):
+        return None
+    real = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return steps_why(
+        cell, h0.shape[0], w_hh.shape[0] // GATES[cell], real, device, projected=named.get("w_hr") is not None,
+        packed=sizes is not None,
+    )  # fmt: skip
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -136,14 +136,17 @@ def operator_rule(size: Size) -> LayerLayout:
     except for single rows and few steps with a large weight, which is read once more to be packed.
     """
     if size.device == "cuda" and size.steps > 1:
-        return LayerLayout("packed", loop_rows(size) if size.keeps else chunk_rows(size.hidden))
+        return LayerLayout("packed", usual_rows(size))
     if size.steps == 1 or (size.batch == 1 and SINGLE * size.steps <= size.hidden):
         return LayerLayout("stored", chunk_rows(size.hidden))
     return LayerLayout("packed", chunk_rows(size.hidden), narrow=may_narrow(size))
 
 
-def loop_rows(size: Size) -> int:
-    """Rows of a chunk on a GPU, where the steps of a chunk are one launch: as many as `LOOP_BYTES` of gates have."""
+def usual_rows(size: Size) -> int:
+    """Rows of a chunk at a size that was not measured: on a GPU, where the steps of a chunk are one launch, as many as
+    `LOOP_BYTES` of gates have, if gates are kept."""
+    if size.device != "cuda" or not size.keeps:
+        return chunk_rows(size.hidden)
     columns = 1 if size.cell == "elman" else 4
     a_row = columns * size.hidden * max(4, size.dtype.itemsize)
     return max(chunk_rows(size.hidden), LOOP_BYTES // a_row)
@@ -175,7 +178,7 @@ def ways(size: Size) -> list[LayerLayout]:
 
 def layouts(size: Size) -> list[LayerLayout]:
     """Those of the operators; all chunks of the whole sequence are the same."""
-    usual, all_rows = chunk_rows(size.hidden), size.steps * size.batch
+    usual, all_rows = usual_rows(size), size.steps * size.batch
     if size.steps == 1:
         return [LayerLayout("stored", usual)]
     rows = [usual]

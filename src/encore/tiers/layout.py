@@ -50,6 +50,11 @@ class Entry:
         return tuple(1 if stride == 0 else size for size, stride in zip(self.shape, self.strides, strict=True))
 
     @property
+    def order(self) -> list[int]:
+        """The dimensions, from the one with the largest steps in memory."""
+        return sorted(range(len(self.strides)), key=self.strides.__getitem__, reverse=True)
+
+    @property
     def span(self) -> int:
         """Elements from the first to the last in memory."""
         if 0 in self.shape:
@@ -65,9 +70,9 @@ class Entry:
         if self.is_plain:  # copy_ would start PyTorch's threads next to those that compute
             ctypes.memmove(block.data_ptr() + self.position, tensor.data_ptr(), self.bytes)
             return
-        room = block[self.position : self.position + self.bytes].view(self.dtype)
-        distinct = tensor.detach().as_strided(self.packed_shape, self.strides) if 0 in self.strides else tensor.detach()
-        room.view(self.packed_shape).copy_(distinct, non_blocking=not wait)
+        tensor = tensor.detach()
+        distinct = tensor.as_strided(self.packed_shape, self.strides) if 0 in self.strides else tensor
+        self._packed(block).copy_(distinct.permute(self.order), non_blocking=not wait)
 
     def make(self) -> Tensor:
         memory = torch.empty(self.lead + self.span, dtype=self.dtype, device=self.device)
@@ -77,8 +82,14 @@ class Entry:
         if self.is_plain:
             ctypes.memmove(made.data_ptr(), block.data_ptr() + self.position, self.bytes)
             return
-        values = block[self.position : self.position + self.bytes].view(self.dtype).view(self.packed_shape)
-        made.as_strided(self.packed_shape, self.strides).copy_(values, non_blocking=not wait)
+        distinct = made.as_strided(self.packed_shape, self.strides)
+        distinct.permute(self.order).copy_(self._packed(block), non_blocking=not wait)
+
+    def _packed(self, block: Tensor) -> Tensor:
+        """Its part of a block, with the dimensions in the order in which they lie in memory: a dense tensor of a GPU is
+        copied as it lies, and not through another one."""
+        part = block[self.position : self.position + self.bytes].view(self.dtype)
+        return part.view([self.packed_shape[dim] for dim in self.order])
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

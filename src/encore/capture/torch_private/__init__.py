@@ -1,4 +1,4 @@
-"""The private API of PyTorch that capture and the compiler use; torch is pinned to one minor version for its sake.
+"""The private API of PyTorch that capture and the compiler use.
 
 `docs/architecture.md` lists what each file is for. Other files of `capture/` and `compiler/` import from here alone.
 """
@@ -27,6 +27,7 @@ from encore.capture.torch_private.dynamo import (
     is_forced_eager,
     outermost_codes,
     outside_compilation,
+    region_budgets,
     region_of,
     traced_code,
     warn_of_recurrent_layers,
@@ -49,7 +50,7 @@ from encore.capture.torch_private.joint_graph import (
 from encore.capture.torch_private.layer_shapes import recurrent_shapes
 from encore.capture.torch_private.layers import captured_layers
 from encore.capture.torch_private.messages import messages_after_graphs
-from encore.capture.torch_private.process import first_value, has_pipelines, has_ranks
+from encore.capture.torch_private.process import first_value, has_ranks
 from encore.capture.torch_private.replacements import Replacement, constructed_as, replaced_readers, traced_as
 from encore.capture.torch_private.saved_tensors import top_saved_tensors_hooks, without_top_saved_tensors_hooks
 from encore.capture.torch_private.sharding import (
@@ -127,7 +128,6 @@ __all__ = [
     "graph_break",
     "graph_in_place_of",
     "guard_hooks",
-    "has_pipelines",
     "has_ranks",
     "has_symbols",
     "hint_of",
@@ -154,6 +154,7 @@ __all__ = [
     "primals",
     "real_tensors",
     "recurrent_shapes",
+    "region_budgets",
     "region_of",
     "replaced_readers",
     "returned_outputs",

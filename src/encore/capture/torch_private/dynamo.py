@@ -24,6 +24,7 @@ from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, TorchRunti
 from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper, GuardBuilder
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._guards import TracingContext, compile_context, tracing
+from torch.fx.traceback import _get_memory_budget_annotation
 from torch.utils._python_dispatch import _disable_current_modes
 
 log = logging.getLogger("encore")
@@ -32,6 +33,12 @@ log = logging.getLogger("encore")
 def is_forced_eager() -> bool:
     """Return whether `torch.compiler.set_stance` has compiled functions run as plain PyTorch."""
     return eval_frame._stance.stance == "force_eager"
+
+
+def region_budgets(module: fx.GraphModule) -> list[float]:
+    """What `torch.autograd.graph.region_activation_memory_budget` is given in the code of a Dynamo graph."""
+    found = map(_get_memory_budget_annotation, module.graph.nodes)
+    return sorted({budget for budget in found if budget is not None})
 
 
 def drop_results(module: fx.GraphModule) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 
@@ -12,12 +10,6 @@ def has_ranks() -> bool:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     return torch.distributed.get_world_size() > 1
-
-
-def has_pipelines() -> bool:
-    """Return whether the process uses PyTorch's pipelines: its model is one of several stages then, and its step one of
-    several calls."""
-    return "torch.distributed.pipelining.stage" in sys.modules
 
 
 def first_value(key: str, mine: str) -> str:

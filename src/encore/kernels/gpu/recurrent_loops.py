@@ -82,9 +82,7 @@ def _product(
         found, at, inside = _part(
             left, left_stride, weight, hidden, depth, first, rows, present, units, known, DEPTH
         )  # fmt: skip
-        total = tl.dot(
-            found, tl.load(at, inside, 0.0), total, input_precision=PRECISION, out_dtype=weight.dtype.element_ty
-        )
+        total = _add_product(found, at, inside, total, PRECISION)
     return total
 
 
@@ -105,7 +103,43 @@ def _store_four(to, hidden, inside, first, second, third, fourth):
     tl.store(to + 3 * hidden, fourth, inside)
 
 
+@triton.jit
+def _load_four(at, hidden, inside, REAL: tl.constexpr):
+    """Gates of a tile, in the type that is computed in."""
+    first = tl.load(at, inside, 0.0).to(REAL)
+    second = tl.load(at + hidden, inside, 0.0).to(REAL)
+    third = tl.load(at + 2 * hidden, inside, 0.0).to(REAL)
+    return first, second, third, tl.load(at + 3 * hidden, inside, 0.0).to(REAL)
+
+
+@triton.jit
+def _add_input(total, inputs, bias, at, units, offset, inside, known):
+    """A product with states, and the one with inputs and the bias, which lie at an offset."""
+    return total + tl.load(inputs + at + offset, inside, 0.0) + tl.load(bias + offset + units, known, 0.0)
+
+
 # ---- LSTM: gates lie as i, f, g, o ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _lstm_products(
+    source, weight, rows, present, units, known, hidden, ROWS: tl.constexpr, UNITS: tl.constexpr, DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products of states with the weights of all gates."""
+    i = tl.full((ROWS, UNITS), 0.0, weight.dtype.element_ty)
+    f = tl.full((ROWS, UNITS), 0.0, weight.dtype.element_ty)
+    g = tl.full((ROWS, UNITS), 0.0, weight.dtype.element_ty)
+    o = tl.full((ROWS, UNITS), 0.0, weight.dtype.element_ty)
+    for first in range(0, hidden, DEPTH):
+        h, at, there = _part(
+            source, hidden, weight, 4 * hidden, hidden, first, rows, present, units, known, DEPTH
+        )  # fmt: skip
+        i = _add_product(h, at, there, i, PRECISION)
+        f = _add_product(h, at + hidden, there, f, PRECISION)
+        g = _add_product(h, at + 2 * hidden, there, g, PRECISION)
+        o = _add_product(h, at + 3 * hidden, there, o, PRECISION)
+    return i, f, g, o
 
 
 @triton.jit(do_not_specialize=["begin", "end", "count", "batch"])
@@ -126,32 +160,9 @@ def lstm_loop(
         for block in range(tl.program_id(1), (hidden + UNITS - 1) // UNITS, PROGRAMS):
             units, known = _tile(block, hidden, UNITS)
             inside = present & known
-            i = tl.full((ROWS, UNITS), 0.0, weight.dtype.element_ty)
-            f = tl.full((ROWS, UNITS), 0.0, weight.dtype.element_ty)
-            g = tl.full((ROWS, UNITS), 0.0, weight.dtype.element_ty)
-            o = tl.full((ROWS, UNITS), 0.0, weight.dtype.element_ty)
-            for first in range(0, hidden, DEPTH):
-                h, at, there = _part(
-                    source, hidden, weight, 4 * hidden, hidden, first, rows, present, units, known, DEPTH
-                )  # fmt: skip
-                i = _add_product(h, at, there, i, PRECISION)
-                f = tl.dot(
-                    h, tl.load(at + hidden, there, 0.0), f, input_precision=PRECISION, out_dtype=weight.dtype.element_ty
-                )
-                g = tl.dot(
-                    h,
-                    tl.load(at + 2 * hidden, there, 0.0),
-                    g,
-                    input_precision=PRECISION,
-                    out_dtype=weight.dtype.element_ty,
-                )
-                o = tl.dot(
-                    h,
-                    tl.load(at + 3 * hidden, there, 0.0),
-                    o,
-                    input_precision=PRECISION,
-                    out_dtype=weight.dtype.element_ty,
-                )
+            i, f, g, o = _lstm_products(
+                source, weight, rows, present, units, known, hidden, ROWS, UNITS, DEPTH, PRECISION
+            )  # fmt: skip
             at_unit = rows * hidden + units
             c = tl.load(cell + at_unit, inside, 0.0)
             if resets is not None:
@@ -159,18 +170,10 @@ def lstm_loop(
                 i, f = tl.where(reset, 0.0, i), tl.where(reset, 0.0, f)
                 g, o, c = tl.where(reset, 0.0, g), tl.where(reset, 0.0, o), tl.where(reset, 0.0, c)
             at_gates = (row + rows) * 4 * hidden + units
-            i = sigmoid(i + tl.load(inputs + at_gates, inside, 0.0) + tl.load(bias + units, known, 0.0))
-            f = sigmoid(
-                f + tl.load(inputs + at_gates + hidden, inside, 0.0) + tl.load(bias + hidden + units, known, 0.0)
-            )  # fmt: skip
-            g = tanh(
-                g + tl.load(inputs + at_gates + 2 * hidden, inside, 0.0)
-                + tl.load(bias + 2 * hidden + units, known, 0.0)
-            )  # fmt: skip
-            o = sigmoid(
-                o + tl.load(inputs + at_gates + 3 * hidden, inside, 0.0)
-                + tl.load(bias + 3 * hidden + units, known, 0.0)
-            )  # fmt: skip
+            i = sigmoid(_add_input(i, inputs, bias, at_gates, units, 0, inside, known))
+            f = sigmoid(_add_input(f, inputs, bias, at_gates, units, hidden, inside, known))
+            g = tanh(_add_input(g, inputs, bias, at_gates, units, 2 * hidden, inside, known))
+            o = sigmoid(_add_input(o, inputs, bias, at_gates, units, 3 * hidden, inside, known))
             c = f * c + i * g
             tl.store(cell + at_unit, c, inside)
             if gates is not None:
@@ -245,10 +248,7 @@ def lstm_loop_backward(
                 row = _row(number, count, batch, REVERSE)
                 grad_h = _incoming(grad, grad_output, row, batch, grad_step, grad_stride, rows, units, inside)
                 at = gates + (row + rows) * 4 * hidden + units
-                i = tl.load(at, inside, 0.0).to(grad.dtype)
-                f = tl.load(at + hidden, inside, 0.0).to(grad.dtype)
-                g = tl.load(at + 2 * hidden, inside, 0.0).to(grad.dtype)
-                o = tl.load(at + 3 * hidden, inside, 0.0).to(grad.dtype)
+                i, f, g, o = _load_four(at, hidden, inside, grad.dtype)
                 tanh_c = tanh(tl.load(cells + (row + rows) * hidden + units, inside, 0.0))
                 left_by = entering
                 if number > 0:
@@ -296,23 +296,9 @@ def gru_loop(
                 found, at, there = _part(
                     source, hidden, weight, 3 * hidden, hidden, first, rows, present, units, known, DEPTH
                 )  # fmt: skip
-                r = tl.dot(
-                    found, tl.load(at, there, 0.0), r, input_precision=PRECISION, out_dtype=weight.dtype.element_ty
-                )
-                z = tl.dot(
-                    found,
-                    tl.load(at + hidden, there, 0.0),
-                    z,
-                    input_precision=PRECISION,
-                    out_dtype=weight.dtype.element_ty,
-                )
-                part = tl.dot(
-                    found,
-                    tl.load(at + 2 * hidden, there, 0.0),
-                    part,
-                    input_precision=PRECISION,
-                    out_dtype=weight.dtype.element_ty,
-                )
+                r = _add_product(found, at, there, r, PRECISION)
+                z = _add_product(found, at + hidden, there, z, PRECISION)
+                part = _add_product(found, at + 2 * hidden, there, part, PRECISION)
             at_unit = rows * hidden + units
             h = tl.load(source + at_unit, inside, 0.0, cache_modifier=".cg")
             if resets is not None:
@@ -320,15 +306,10 @@ def gru_loop(
                 r, z = tl.where(reset, 0.0, r), tl.where(reset, 0.0, z)
                 part, h = tl.where(reset, 0.0, part), tl.where(reset, 0.0, h)
             at_gates = (row + rows) * 4 * hidden + units
-            r = sigmoid(
-                r + tl.load(inputs + at_gates + hidden, inside, 0.0) + tl.load(bias + hidden + units, known, 0.0)
-            )  # fmt: skip
-            z = sigmoid(
-                z + tl.load(inputs + at_gates + 2 * hidden, inside, 0.0)
-                + tl.load(bias + 2 * hidden + units, known, 0.0)
-            )  # fmt: skip
+            r = sigmoid(_add_input(r, inputs, bias, at_gates, units, hidden, inside, known))
+            z = sigmoid(_add_input(z, inputs, bias, at_gates, units, 2 * hidden, inside, known))
             part += tl.load(bias + 3 * hidden + units, known, 0.0)
-            n = tanh(tl.load(inputs + at_gates, inside, 0.0) + tl.load(bias + units, known, 0.0) + r * part)
+            n = tanh(_add_input(r * part, inputs, bias, at_gates, units, 0, inside, known))
             if gates is not None:
                 _store_four(gates + at_gates, hidden, inside, n, r, z, part)
             kept = (n + z * (h - n)).to(output.dtype.element_ty)
@@ -368,10 +349,7 @@ def gru_loop_backward(
                 row = _row(number, count, batch, REVERSE)
                 grad = _incoming(grad, grad_output, row, batch, grad_step, grad_stride, rows, units, inside)
                 at = gates + (row + rows) * 4 * hidden + units
-                n = tl.load(at, inside, 0.0).to(grad.dtype)
-                r = tl.load(at + hidden, inside, 0.0).to(grad.dtype)
-                z = tl.load(at + 2 * hidden, inside, 0.0).to(grad.dtype)
-                part = tl.load(at + 3 * hidden, inside, 0.0).to(grad.dtype)
+                n, r, z, part = _load_four(at, hidden, inside, grad.dtype)
                 h = tl.load(previous + (row + rows) * hidden + units, inside, 0.0).to(grad.dtype)
                 grad_n = grad * (1.0 - z) * (1.0 - n * n)
                 _store_four(
