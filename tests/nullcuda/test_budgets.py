@@ -203,3 +203,38 @@ def test_the_first_batch_is_freed_without_the_garbage_collector() -> None:
         assert first() is None
     finally:
         gc.enable()
+
+
+class Halves(nn.Module):
+    """Two graphs, and a number between them that a rehearsal cannot know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+        self.second = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.seen = x.detach().sum().item()
+        return self.second(x).sum()
+
+
+def test_a_step_of_several_calls_fits_the_device_or_is_an_error() -> None:
+    def reserved(budget: int) -> int | None:
+        """What five steps reserve; None if the budget is rejected."""
+        clean()
+        model = Halves().to("cuda")
+        encore.compile(model, budget=budget, lowering="eager")
+        try:
+            train(model, (8192, 256), torch.optim.SGD(model.parameters()), steps=5)
+        except encore.BudgetError as error:
+            assert error.floor > budget
+            return None
+        return torch.cuda.memory_reserved()
+
+    found = {budget: reserved(budget) for budget in range(96 * MIB, 257 * MIB, 16 * MIB)}
+    rejected = [budget for budget, taken in found.items() if taken is None]
+    assert 0 < len(rejected) < len(found)
+    assert max(rejected) < min(budget for budget, taken in found.items() if taken is not None)
+    # What plain code allocates between the calls is not seen on a GPU.
+    assert all(taken is None or taken <= 1.05 * budget for budget, taken in found.items()), found

@@ -524,12 +524,15 @@ class StepPlanner:
     ) -> BudgetError | None:
         """The error if captured graphs alone exceed the budget; if plain code does, the settled step is warned of."""
         assert program.limit is not None
-        costs = [plans[call.runner].costs[number] for call, number in zip(calls, lowest.plans, strict=True)]
-        captured = step_peak([dataclasses.replace(one, between=0) for one in around], costs)
-        # A single graph has a plan within the budget already, but for the code around it.
-        if program.whole or captured + program.resident <= program.limit:
-            return None
+        picked = [(plans[call.runner], number) for call, number in zip(calls, lowest.plans, strict=True)]
+        costs = [of_graph.costs[number] for of_graph, number in picked]
+        captured = step_peak([dataclasses.replace(one, between=0) for one in around], costs) + program.resident
         floor, tiers = lowest.step_peak + program.resident, bool(self.session.options.tiers)
+        if program.footprint is not None:
+            captured = floor = program.footprint([of_graph.candidates[number].plan for of_graph, number in picked])
+        # A single graph has a plan within the budget already, but for the code around it.
+        if program.whole or captured <= program.limit:
+            return None
         largest = max(range(len(calls)), key=lambda place: costs[place].backward_peak)
         plan = plans[calls[largest].runner].variant(lowest.plans[largest]).captured.plan
         what = f"this step of {len(calls)} calls of {len(plans)} graphs"
