@@ -266,7 +266,7 @@ def test_a_budget_out_of_reach_leaves_with_2(capsys: pytest.CaptureFixture[str])
         (
             ["targets_for_tests:on_meta", "--budget", "lots"],
             "budget='lots' cannot be read; give a positive number of bytes, '2GiB', '500MB', '60%' "
-            "(of the largest unplanned step) or 'min'",
+            "(of the largest unplanned step), 'min' or, on a GPU, 'device'",
         ),
     ],
 )

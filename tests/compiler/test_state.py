@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -199,3 +200,17 @@ def test_an_input_that_needs_a_gradient_in_one_call_and_none_in_the_next(lowerin
         x = torch.randn(3, 4, requires_grad=needs)
         assert_same(run_step(planned, (x,)), run_step(eager, (x,)), lowering)
     assert len(session_of(planned).graphs) == 2
+
+
+def test_arguments_of_torch_compile_may_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning replaces `torch.compile` by a function that keeps a deep copy of its arguments."""
+    original, kept = torch.compile, []
+
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        kept.append(copy.deepcopy(kwargs))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", keeping)
+    planned = encore.compile(nn.Linear(4, 4), lowering="eager")
+    planned(torch.ones(2, 4)).sum().backward()
+    assert [one["backend"].session for one in kept] == [session_of(planned)]

@@ -100,6 +100,10 @@ class GraphCompiler:
         self.compilation = compilation or GraphCompilation
         self.__name__ = "encore"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphCompiler:
+        """It belongs to one callable. Lightning's `torch.compile` copies its arguments, to keep them."""
+        return self
+
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.session.remember_tensors(inputs)
         torch_private.guard_hooks()
