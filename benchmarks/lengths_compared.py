@@ -147,12 +147,13 @@ def compare_lengths(
 
 
 def drawn_lengths(bounds: tuple[int, int], batches: int) -> list[int]:
-    """Lengths in random order, the same each time: about two thirds of them are different, or as many as there are."""
-    draw, known = random.Random(0), range(bounds[0], bounds[1] + 1)
-    distinct = draw.sample(known, min(len(known), max(2, round(DISTINCT * batches))))
-    lengths = distinct + draw.choices(distinct, k=batches - len(distinct))
+    """The longest, which shows whether it fits, and others in random order, the same each time: about two thirds of
+    all are different, or as many as there are."""
+    draw, known = random.Random(0), range(bounds[0], bounds[1])
+    distinct = draw.sample(known, min(len(known), max(1, round(DISTINCT * batches) - 1)))
+    lengths = distinct + draw.choices(distinct, k=batches - 1 - len(distinct))
     draw.shuffle(lengths)
-    return lengths
+    return [bounds[1], *lengths]
 
 
 def _new_costs(lengths: list[int], seconds: list[float], later: dict[int, float]) -> list[float]:
@@ -282,10 +283,13 @@ def _gradient_error(
 def _against_single(
     make: Callable[[], LengthWorkload], planned: LengthWorkload, length: int, advance: Callable[[str], None]
 ) -> float:
-    """Step times over those of a copy that has seen this one length: the median of the rounds' ratios."""
+    """Step times over those of a copy that has seen this one length and has the same budget in bytes: the median of the
+    rounds' ratios."""
     single = make()
-    encore.compile(single.model, budget=BUDGET)
     steps = {"all": _trainee(planned, length).timed, "one": _trainee(single, length).timed}
+    steps["all"]()
+    _, limit = _report_and_limit(planned)
+    encore.compile(single.model, budget=BUDGET if limit is None else limit)
     for _ in range(4):
         steps["one"]()
     times = interleaved_times(steps, SINGLE_ROUNDS)
