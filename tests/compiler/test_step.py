@@ -304,3 +304,36 @@ def test_random_programs_keep_their_budgets(calls: list[tuple[int, int]], budget
     assert measured <= 1.01 * program.shared.step_peak
     assert exceeded or program.limit is None or measured + program.resident <= program.limit
     assert_as_accurate_gradients(model, plain, step)
+
+
+def test_settled_lengths_are_not_observed_because_others_are_not() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x).tanh().exp()
+            torch._dynamo.graph_break()
+            return self.layers[1](x).tanh().exp().sum()
+
+    model = encore.compile(Broken(), budget="1GiB", lowering="eager")
+    planner = compiled_call(model).session.step
+
+    def step(rows: int) -> bool:
+        """Run a step; return whether it was observed when its backward began."""
+        loss = model(torch.randn(rows, 16))
+        observed = planner._observation is not None
+        loss.backward()
+        return observed
+
+    for _ in range(SETTLED):
+        step(64)
+    step(32)  # a program that is not settled
+    while planner.measured.steps & (planner.measured.steps + 1) or planner.measured.steps < 16:  # powers of two are due
+        step(64)
+    assert any(program.variants and not program.settled for program in planner.programs.values())
+    step(64)
+    assert [step(64) for _ in range(3)] == [False] * 3
+    assert step(32)
+    assert len(planner.programs) == 2  # also the second length runs the plans of its rehearsal

@@ -40,6 +40,8 @@ class MeasuredSteps:
     def __init__(self) -> None:
         self.steps = 0
         self.latest: MeasuredStep | None = None
+        self.is_due = False
+        """Whether the running step is one to measure, whatever plans are made from it."""
         self.lines_wanted = False
         """Whether the next step records which lines allocate."""
         self._known: dict[Hashable, MeasuredStep] = {}
@@ -58,7 +60,8 @@ class MeasuredSteps:
         bounded = budget is not None and not budget.is_floor
         power_of_two = self.steps > 1 and self.steps & (self.steps - 1) == 0
         due = self._unknown_ran or self.lines_wanted or strict or power_of_two
-        if not wanted and not (bounded and due and self.steps > 1):
+        self.is_due = bounded and due and self.steps > 1
+        if not wanted and not self.is_due:
             return None
         lines = self.lines_wanted or (strict and self._unknown_ran)
         self._compiled = _compiled(session)

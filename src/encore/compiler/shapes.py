@@ -159,7 +159,7 @@ class CompiledShapes:
 
     def _symbolic_callable(self, sizes: Sizes) -> SymbolicCallable | None:
         """The callable that serves shapes that are not known; None if they are to have their own."""
-        if not self._traces_symbols:
+        if not self._traces_symbols or self.session.step.has_rehearsed:
             return None
         serving = next((one for one in reversed(self._symbolic) if one.serves(sizes)), None)
         if serving is not None:

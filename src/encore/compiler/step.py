@@ -89,6 +89,8 @@ class StepPlanner:
         self.last: Program | None = None
         self.rehearsed: StepPlans | None = None
         """The plans of the step as it was rehearsed last."""
+        self.has_rehearsed = False
+        """Whether a step of the session is one of several calls, and was rehearsed."""
         self._may_rehearse = True
         self._warned_of_several = False
         self._forwards = 0
@@ -199,7 +201,7 @@ class StepPlanner:
             planned.require_room(budget, limit)
         program = planned.program(planned.chosen(limit), limit)
         program.rounds, program.was_rehearsed = 2, True
-        self.rehearsed = planned
+        self.rehearsed, self.has_rehearsed = planned, True
         self._add(program)
         self._follow(program)
         self._log(program)
@@ -228,6 +230,8 @@ class StepPlanner:
     def forward_begins(self, runner: GraphRunner, captured: CapturedGraph, args: Sequence[Any]) -> Call | None:
         if not self._wanted:
             return None
+        if not self.calls and self._observation is not None and not self._is_observed_from(runner):
+            self.stop_observing()
         call = Call(runner, captured)
         if self._records:
             call.reads = tuple(_address(one) for one in args)
@@ -301,6 +305,14 @@ class StepPlanner:
 
     def _should_observe(self) -> bool:
         return any(program.variants and not program.settled for program in self.programs.values())
+
+    def _is_observed_from(self, runner: GraphRunner) -> bool:
+        """Return whether a step that begins with this graph is to be measured, or one that plans are made from. The
+        programs of other lengths do not count, of which some are never settled."""
+        if self.measured.is_due:
+            return True
+        begun = (program for program in self.programs.values() if program.calls[0] == runner.number)
+        return any(program.variants and not program.settled for program in begun)
 
     def _finish(self) -> None:
         calls, observation, segments = self.calls, self._observation, self.stop_observing()
