@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ def tracker_peak(tmp_path_factory: pytest.TempPathFactory) -> int:
 def disagree(rank: int) -> Any:
     """One rank has been told another cost for everything: by itself it would plan something else."""
     if rank:
-        vars(sys.modules["encore.cost.seconds"])["op_roofline"] = lambda graph, op, rates: 1.0 / (1 + op.id)
+        vars(import_module("encore.cost.seconds"))["op_roofline"] = lambda graph, op, rates: 1.0 / (1 + op.id)
     return train("after", rank, {"budget": "60%", "lowering": "eager"})["plan"]
 
 
