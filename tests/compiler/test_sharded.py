@@ -189,7 +189,7 @@ def test_ranks_that_disagree_about_costs_agree_about_the_plan(tmp_path: Path) ->
 
 
 def differ(rank: int) -> str:
-    """What each rank is told that was given another budget than the other."""
+    """The error of each rank if the two have different budgets."""
     model = arranged("after", {"budget": ("60%", "70%")[rank], "lowering": "eager"})
     try:
         model(*batch(rank, 0))
@@ -201,13 +201,13 @@ def differ(rank: int) -> str:
 
 
 def test_ranks_with_different_options_are_an_error(tmp_path: Path) -> None:
-    """The first rank goes on alone, so that one of them is told; neither waits for the other in the store."""
+    """The first rank goes on alone, so one of them raises; neither waits for the other in the store."""
     told = run_ranks(differ, tmp_path)
     assert sum("different options" in text for text in told) == 1
 
 
 def block_budgets(rank: int) -> str:
-    """What is told of blocks with budgets of their own."""
+    """The error for blocks with budgets of their own."""
     model = LanguageModel()
     for number, block in enumerate(model.blocks):
         encore.compile(block, budget=f"{60 + number}%", lowering="eager")
